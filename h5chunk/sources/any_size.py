@@ -33,7 +33,7 @@ def make_any_image(image: bytes | Image.Image, options: ImageOptions) -> AnyImag
     elif is_large:
         data = _encoded(pixels, "JPEG", quality=options.quality)
     elif isinstance(image, bytes):
-        data, orientation = image, decoded.orientation if decoded.orientation in range(2, 9) else 1
+        data, orientation = image, decoded.remaining
     else:
         data, notes = _encoded(pixels, "PNG"), (*notes, "encoded as PNG")
     return AnyImage(data, pixels.height, pixels.width, orientation, notes)

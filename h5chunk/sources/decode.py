@@ -2,7 +2,7 @@
 
 | kind | policy |
 | --- | --- |
-| EXIF orientation | applied, counted as ``rotated`` |
+| orientation, in EXIF data or XMP | applied as by Pillow's ``exif_transpose``, counted as ``rotated`` |
 | grey (L), 1-bit | converted to RGB by repeating the channel; 1-bit becomes 0 and 255 |
 | alpha (RGBA, LA, PA) | alpha is dropped, as by torchvision's loader; ``color="keep"`` keeps it |
 | palette (P) | converted to RGB; refused by ``color="keep"``, because palette indices are not intensities |
@@ -31,8 +31,8 @@ import io
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
@@ -59,6 +59,7 @@ class Decoded(NamedTuple):
     notes: tuple[str, ...]  # the original mode and the changes made, which the report counts
     size: tuple[int, int]  # height and width after EXIF rotation, before resizing
     orientation: int  # EXIF orientation, already applied; 1: not rotated
+    remaining: int  # the part of it that is not applied when Pillow loads the image: 1 for TIFF
 
 
 @contextmanager
@@ -114,21 +115,27 @@ def _adapt(image: Image.Image, options: ImageOptions, is_mask: bool) -> Decoded:
                 f"has {num_frames} frames: use animated='first' (--animated first) to store the first one"
             )
         notes.append("first frame")
-    orientation, size = _orientation(image), (image.height, image.width)
+    if image.format == "PNG":
+        image.load()  # what tells the orientation may follow the pixels
+    orientation, full_size = orientation_of(image), image.size
     if options.size and options.fit != "error" and not is_mask:
         _draft(image, options, sideways=orientation in SIDEWAYS)
+    is_draft = image.size != full_size
     image.load()
-    if orientation == 1 and image.format == "PNG":  # the EXIF data may come after the pixels
-        orientation = _orientation(image)
-    if orientation in range(2, 9):
+    remaining = orientation_of(image)
+    if remaining != 1:
         image = ImageOps.exif_transpose(image)
+    if orientation != 1:
         notes.append("rotated")
+    width, height = image.size
+    if is_draft:
+        width, height = full_size[::-1] if orientation in SIDEWAYS else full_size
     image = _class_numbers(image, raw_modes) if is_mask else to_color(image, options.color)
     if options.size and (image.height, image.width) != options.size:
         image = _resize(image, options, Image.Resampling.NEAREST if is_mask else Image.Resampling.BICUBIC)
         notes.append("resized")
     notes = notes[:1] if is_mask else notes  # changes are counted for the image of the mask
-    return Decoded(image, tuple(notes), size[::-1] if orientation in SIDEWAYS else size, orientation)
+    return Decoded(image, tuple(notes), (height, width), orientation, remaining)
 
 
 def raw_modes_of(image: Image.Image) -> list[str]:
@@ -153,11 +160,16 @@ def check_depth(raw_modes: list[str]) -> None:
         )
 
 
-def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation; 1: not rotated. EXIF data is parsed only if present, because parsing is slow."""
-    if image.format == "TIFF" or any(key in image.info for key in ("exif", "xmp", "XML:com.adobe.xmp")):
-        return image.getexif().get(0x0112, 1)
-    return 1
+def orientation_of(image: Image.Image) -> int:
+    """Return the orientation, 1 to 8, that `PIL.ImageOps.exif_transpose` would apply to an image now; 1: none.
+
+    It may come from EXIF data or XMP. Pillow applies that of a TIFF while loading it, so it is 1 afterwards. Data that
+    cannot be parsed has none, as Pillow treats that of a JPEG.
+    """
+    orientation: Any = 1
+    with suppress(Exception):  # damaged EXIF data raises many types of errors
+        orientation = image.getexif().get(0x0112, 1)
+    return int(orientation) if orientation in range(1, 9) else 1
 
 
 def _draft(image: Image.Image, options: ImageOptions, sideways: bool) -> None:

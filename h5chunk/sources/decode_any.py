@@ -31,6 +31,7 @@ LINKED = _imaging.__file__  # path of the extension module that is linked to Pil
 MISSING = 'JPEG by Pillow: pip install "h5chunk[jpeg]" decodes faster'
 SCALED = 2  # smallest factor by which a JPEG is shrunk while decoding: smaller factors save no time
 HEAD_BYTES = 256  # the beginning of a JPEG, in which an Adobe marker is searched
+TIFF_MAGICS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 COLORS = {1: "GRAY", 3: "RGB"}
 
 
@@ -49,6 +50,8 @@ def decode_any(
             pixels = simplejpeg.decode_jpeg(data, COLORS[channels], buffer=out)
             if pixels.shape == (height, width, channels):
                 return height, width
+    if data[:4].tobytes() in TIFF_MAGICS:
+        orientation = 1  # Pillow applies it while loading; older files record it nevertheless
     size = (width, height) if orientation in SIDEWAYS else (height, width)
     check_size(height, width)
     min_size = (min_size[1], min_size[0]) if orientation in SIDEWAYS else (min_size[0], min_size[1])
@@ -87,10 +90,11 @@ def _by_simplejpeg(
 def _by_pillow(data: np.ndarray, size: tuple[int, int], channels: int) -> np.ndarray:
     try:
         image = Image.open(io.BytesIO(data.tobytes()), formats=FORMATS)
+        check_depth(raw_modes_of(image))
+        if image.width * image.height == size[0] * size[1]:
+            image.load()  # may exchange width and height of a TIFF
         if image.size[::-1] != size:
             raise SampleError(f"is {image.height} x {image.width}, but the HDF5 file records {size[0]} x {size[1]}")
-        check_depth(raw_modes_of(image))
-        image.load()
         pixels = np.asarray(to_color(image, "rgb" if channels == 3 else "gray"))
         return pixels.reshape(*size, channels)
     except SampleError:

@@ -9,11 +9,13 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, ImageCms, ImageFile, ImageOps
+from PIL import Image, ImageCms, ImageFile, ImageOps, features
 from support.pictures import pixels
 
 from h5chunk.errors import OptionError, SampleError
+from h5chunk.sources.any_size import make_any_image
 from h5chunk.sources.decode import decode, pillow_limits, sample_shape, write_pixels
+from h5chunk.sources.decode_any import decode_any
 from h5chunk.sources.kinds import ImageOptions
 
 KEEP, GRAY, RGB = (ImageOptions(color=color) for color in ("keep", "gray", "rgb"))
@@ -209,10 +211,58 @@ def test_orientation_is_applied_and_counted(kind: str, orientation: int) -> None
     assert notes(data) == (("RGB",) if orientation == 1 else ("RGB", "rotated"))
 
 
-def test_orientation_behind_the_pixels_of_a_png() -> None:
-    rows = b"".join(b"\0" + row.tobytes() for row in pixels(1))
-    data = png((12, 10, 8, 2), rows, late=exif(6).tobytes()[6:])
-    check_same(decoded(data), Image.fromarray(pixels(1)).transpose(Image.Transpose.ROTATE_270))
+XMP = '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="{}"/></x:xmpmeta>'
+
+
+def carried(kind: str, carrier: str, orientation: int) -> bytes:
+    """An image whose orientation is in one of the places where Pillow finds it."""
+    image, options = Image.fromarray(pixels(1)), {"WEBP": {"lossless": True}, "AVIF": {"quality": 100}}.get(kind, {})
+    xmp = XMP.format(orientation).encode()
+    if carrier == "exif":
+        return encoded(image, kind, exif=exif(orientation), **options)
+    if carrier == "tag":
+        return encoded(image, kind, tiffinfo={274: orientation})
+    if kind == "TIFF":
+        return encoded(image, kind, tiffinfo={700: xmp})
+    if kind != "PNG":
+        return encoded(image, kind, xmp=xmp, **options)
+    rows, parts, late = b"".join(b"\0" + row.tobytes() for row in pixels(1)), [], b""
+    if carrier == "late":
+        late = exif(orientation).tobytes()[6:]
+    elif carrier == "raw profile":
+        data = exif(orientation).tobytes()
+        parts = [(b"tEXt", f"Raw profile type exif\0\nexif\n{len(data):8}\n{data.hex()}\n".encode())]
+    else:
+        parts = [(b"iTXt", b"XML:com.adobe.xmp" + bytes(5) + xmp)]
+    return png((12, 10, 8, 2), rows, *parts, late=late)
+
+
+CARRIERS = [
+    ("JPEG", "exif"), ("JPEG", "xmp"), ("PNG", "exif"), ("PNG", "late"), ("PNG", "raw profile"), ("PNG", "xmp"),
+    ("WEBP", "exif"), ("WEBP", "xmp"), ("TIFF", "exif"), ("TIFF", "tag"), ("TIFF", "xmp"),
+    *([("AVIF", "exif")] if features.check("avif") else []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(("kind", "carrier"), CARRIERS)
+def test_orientation_is_that_of_exif_transpose_wherever_it_is(kind: str, carrier: str, orientation: int) -> None:
+    """As a file, as an opened image of a data set in Python, and as a file that is stored unchanged."""
+    data = carried(kind, carrier, orientation)
+    plain = np.asarray(Image.open(io.BytesIO(carried(kind, carrier, 1))))
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert orientation == 1 or not np.array_equal(np.asarray(expected), plain)
+    sources: list[bytes | Image.Image] = [data] if kind != "AVIF" else []
+    for source in (*sources, Image.open(io.BytesIO(data))):
+        with pillow_limits(RGB.max_pixels):
+            found = decode(source, RGB)
+            kept = make_any_image(source, ImageOptions(keep_encoded=True))
+        check_same(found.image, np.asarray(expected))
+        assert found.notes == (("RGB",) if orientation == 1 else ("RGB", "rotated"))
+        assert found.size == (kept.height, kept.width) == expected.size[::-1]
+        out = np.zeros(kept.height * kept.width * 3, np.uint8)
+        shape = decode_any(np.frombuffer(kept.data, np.uint8), *kept[1:4], 3, (kept.height, kept.width), out)
+        np.testing.assert_array_equal(out.reshape(*shape, 3), np.asarray(expected))
 
 
 def test_odd_orientation_is_none() -> None:
@@ -220,6 +270,15 @@ def test_odd_orientation_is_none() -> None:
         data = encoded(Image.fromarray(pixels(1)), exif=exif(value))
         check_same(decoded(data), pixels(1))
         assert notes(data) == ("RGB",)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "raw profile"])
+def test_exif_data_that_is_damaged_has_no_orientation(kind: str) -> None:
+    if kind == "raw profile":
+        data = png((2, 1, 8, 2), bytes(7), (b"tEXt", b"Raw profile type exif\0\nexif\n  8\nzzzz\n"))
+    else:
+        data = encoded(Image.fromarray(pixels(1)), kind, exif=b"Exif\0\0this is no EXIF data")
+    assert notes(data) == ("RGB",)
 
 
 # ---- several frames
