@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from h5chunk.tools.convert.options import parse_bytes
+from h5chunk.tools.units import parse_bytes, parse_seconds
 
 SOURCE = "Source"
 FIELDS = "Fields"
@@ -48,21 +48,16 @@ class Parsed(click.ParamType):
     """
 
     def __init__(self, name: str, parse: Callable[[Any], Any], problem: str = "") -> None:
-        self.name, self._parse, self._problem = name, parse, problem
+        self.name, self.parse, self._problem = name, parse, problem
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return self._parse(value)
+            return self.parse(value)
         except ValueError as error:
             self.fail(f"{value!r} {self._problem}" if self._problem else str(error), param, ctx)
 
 
-def _parse_seconds(value: Any) -> float:
-    text = str(value).strip().lower()
-    return (60.0 if text.endswith("m") else 1.0) * float(text.rstrip("ms"))
-
-
-SECONDS = Parsed("TIME", _parse_seconds, "is not a time, such as 60s or 2m")
+SECONDS = Parsed("TIME", lambda value: value if isinstance(value, float) else parse_seconds(value))
 CHUNK_SAMPLES = Parsed(
     "N|auto", lambda value: None if value in (None, "auto") else int(value), "is neither auto nor a whole number"
 )
@@ -72,6 +67,14 @@ NUMBERS = Parsed(
     lambda value: tuple(map(int, value.split(","))) if isinstance(value, str) else tuple(value),
     "is not a list of whole numbers, such as 64,64,64",
 )
+
+
+def _parse_pair(value: Any) -> tuple[int, ...]:
+    numbers: tuple[int, ...] = NUMBERS.parse(value)
+    return numbers * 2 if len(numbers) == 1 else numbers
+
+
+PAIR = Parsed("N[,N]", _parse_pair, "is not a list of whole numbers, such as 224,224, or 224 for both")
 NAMES = Parsed("A,B[,C[,D]]", lambda value: tuple(value.split(",")) if isinstance(value, str) else tuple(value))
 
 
@@ -137,7 +140,7 @@ def memory_bytes(default: str, help: str) -> Decorator:
 
 
 def budget(default: str) -> Decorator:
-    help = "Upper limit on the time for measuring, such as 10s or 2m."
+    help = "Upper limit on the time for measuring, such as 500ms, 10s or 2m."
     return option("--budget", "budget_s", type=SECONDS, default=default, heading=RUNNING, help=help)
 
 
@@ -205,5 +208,5 @@ def _type(metadata: Any, hint: Any) -> dict[str, Any]:
     if typing.get_origin(kind) is tuple:
         if typing.get_args(kind)[-1] is ...:
             return {"type": NUMBERS if typing.get_args(kind)[0] is int else NAMES}
-        return {"type": NUMBERS}
+        return {"type": PAIR}
     return {"type": kind}

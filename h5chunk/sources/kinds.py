@@ -30,8 +30,8 @@ class ImageOptions(Options):
 
     size: tuple[int, int] | None = option(
         None,
-        "Height and width of the stored images.",
-        metavar="H,W",
+        "Height and width of the stored images; one number stands for both.",
+        metavar="H[,W]",
         shown_default="all images must have the same size",
     )
     fit: str = option(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from support.commands import check_error, on_terminal, run
 from support.faults import failure, watch
 
@@ -206,3 +207,11 @@ def test_a_size_of_one_number_says_how_to_write_two(tmp_path, class_folder):
         run("convert", folder, tmp_path / "x.h5", "--size", 64, "--fit", "crop"),
         "pass a height and a width of at least 1 (--size H,W)",
     )
+
+
+@pytest.mark.parametrize("size", ["8", "8,8"])
+def test_one_number_is_the_size_of_a_square(tmp_path, size):
+    (tmp_path / "photos").mkdir()
+    Image.new("RGB", (10, 20)).save(tmp_path / "photos" / "a.png")
+    result = run("convert", tmp_path / "photos", tmp_path / "a.h5", "--size", size, "--fit", "stretch", "--json")
+    assert result.exit_code == 0 and json.loads(result.stdout)["sample_shape"] == [3, 8, 8]

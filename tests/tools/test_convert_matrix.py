@@ -35,7 +35,7 @@ from h5chunk.tools.convert.matrix import convert_matrix
 from h5chunk.tools.convert.matrix_ids import Ids
 from h5chunk.tools.convert.matrix_sort import Entries
 from h5chunk.tools.convert.matrix_write import field_name
-from h5chunk.tools.convert.options import MatrixOptions, parse_bytes
+from h5chunk.tools.convert.options import MatrixOptions
 
 sp = pytest.importorskip("scipy.sparse")
 pytest.importorskip("pyarrow")
@@ -733,16 +733,3 @@ def test_info(tmp_path: Path) -> None:
         file["X/indptr"][5] = 1 << 40
     with pytest.raises(H5ChunkError, match=r"is damaged \(the row starts in X/indptr decrease"):
         h5chunk.info(tmp_path / "x.h5")
-
-
-@pytest.mark.parametrize(
-    ("text", "number"), [("1GiB", 1 << 30), ("1.5g", 3 << 29), (" 64 MB ", 64 << 20), ("2k", 2048), ("77", 77)]
-)
-def test_sizes(text: str, number: int) -> None:
-    assert parse_bytes(text) == number
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "much", "1 e", "inf", "nan"])
-def test_no_sizes(text: str) -> None:
-    with pytest.raises(OptionError, match=f"^'{text}' is not a size: use a number of bytes, or a size such as 1.0 GiB"):
-        parse_bytes(text)

@@ -249,18 +249,3 @@ def convert_options() -> list[type[Options]]:
 
 def append_options() -> list[type[Options]]:
     return [*(KIND_OPTIONS[kind] for kind in SAMPLE_KINDS), AppendOptions]
-
-
-def parse_bytes(text: str) -> int:
-    """Parse a size in bytes, with or without a unit. Raises OptionError if it is invalid.
-
-    >>> parse_bytes("1GiB"), parse_bytes("512M"), parse_bytes("1048576")
-    (1073741824, 536870912, 1048576)
-    """
-    units = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-    stripped = text.strip().lower().removesuffix("ib").removesuffix("b")
-    number = stripped.rstrip("kmgt")
-    try:
-        return int(float(number) * units[stripped[len(number) :]])
-    except (ValueError, KeyError, OverflowError):
-        raise OptionError(f"{text!r} is not a size: use a number of bytes, or a size such as 1.0 GiB") from None
