@@ -169,5 +169,6 @@ class OpenContext:
     memory_bytes: int = 1 << 30  # limit on what the source keeps in memory, such as names and labels
     skips_bad_samples: bool = False  # whether unreadable samples, even the first one, are left out
     is_guessed: bool = False  # whether the kind of the source was detected, rather than chosen by the user
+    format: str | None = None  # kind of each file if the source is several files, and the user chose the kind
     with_times: bool = False  # whether matrix entries are returned with their times, if the source has times
     report_found: Callable[[int], None] = lambda count: None  # called repeatedly with the number of samples found

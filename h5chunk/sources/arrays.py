@@ -27,7 +27,7 @@ from h5chunk.source import OpenContext, SampleField
 from h5chunk.sources.container import ZIP_LOCAL_HEADER, StoredFile
 from h5chunk.sources.kinds import ColumnOptions
 from h5chunk.sources.numpy_files import open_npz, read_header
-from h5chunk.sources.recognise import NPY_MAGIC, is_path, zip_members
+from h5chunk.sources.recognise import NPY_MAGIC, is_path, refuse_names, zip_members
 from h5chunk.sources.samples import DATA, Samples, field_dtype, largest_first
 from h5chunk.stamp import source_stamp
 
@@ -68,6 +68,9 @@ class ArraySource(Samples):
             name: np.char.encode(np.asarray(array), "utf-8") if array.dtype.kind == "U" else array
             for name, array in arrays.items()
         }
+        if path is None and all(len(array.shape) == 1 for array in self._arrays.values()):
+            for name, array in self._arrays.items():
+                refuse_names(array[:3].tolist(), name)
         fields = {
             name: SampleField(tuple(array.shape[1:]), field_dtype(name, array.dtype))
             for name, array in self._arrays.items()

@@ -300,19 +300,6 @@ class LayerOptions(MatrixSourceOptions):
 
 
 @dataclass(frozen=True)
-class JoinOptions(LayerOptions):
-    """Options for reading several matrices as one."""
-
-    join: str | None = option(
-        None,
-        "How to combine files with different columns. inner: keep the columns that all files have. outer: keep all "
-        "columns, and store zeros where a file lacks one.",
-        choices=("inner", "outer"),
-        shown_default="all files must have the same columns",
-    )
-
-
-@dataclass(frozen=True)
 class EntryOptions(MatrixSourceOptions):
     """Options for reading a table of entries."""
 
@@ -330,6 +317,21 @@ class DelimitedOptions(TextOptions, EntryOptions):
     """Options for reading entries of a matrix from delimited text."""
 
 
+@dataclass(frozen=True)
+class JoinOptions(LayerOptions, LibsvmOptions, DelimitedOptions):
+    """Options for reading several matrices as one, with those for reading each of them."""
+
+    heading: ClassVar[str] = MATRICES
+
+    join: str | None = option(
+        None,
+        "How to combine files with different columns. inner: keep the columns that all files have. outer: keep all "
+        "columns, and store zeros where a file lacks one.",
+        choices=("inner", "outer"),
+        shown_default="all files must have the same columns",
+    )
+
+
 class Kind(NamedTuple):
     """A kind of source."""
 
@@ -344,7 +346,13 @@ class Kind(NamedTuple):
 KINDS = (
     Kind("10x", "matrix.tenx", "TenxSource", LayerOptions, "matrix.h5 or a folder with matrix.mtx.gz, of Cell Ranger"),
     Kind("h5ad", "matrix.anndata", "H5adSource", LayerOptions, "cells.h5ad"),
-    Kind("joined", "matrix.joined", "JoinedSource", JoinOptions, "cells/ or 'cells/*.h5ad': several matrices as one"),
+    Kind(
+        "joined",
+        "matrix.joined",
+        "SeveralFiles",
+        JoinOptions,
+        "cells/, 'cells/*.h5ad' or 'ratings-*.csv': several as one",
+    ),
     Kind("npz", "matrix.numpy", "NpzSource", MatrixSourceOptions, "matrix.npz, of scipy.sparse.save_npz"),
     Kind("arrays", "arrays", "ArraySource", ColumnOptions, "images.npy or data.npz"),
     Kind("npy", "matrix.numpy", "NpySource", MatrixSourceOptions, "matrix.npy: a dense matrix, with --format npy"),

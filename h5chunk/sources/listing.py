@@ -26,9 +26,9 @@ from h5chunk.errors import SourceError, as_text, count_text, printable
 from h5chunk.source import SPLIT_NAMES, Names
 from h5chunk.sources.container import Container, Folder, open_archive
 from h5chunk.sources.pairs import MASKS, Directory, at_level, depth_of, find_pairs, take_masks
+from h5chunk.sources.recognise import EXTENSIONS
 from h5chunk.urls import hint_for_url
 
-EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp", b".gif")
 SYSTEM = {b"__MACOSX", b".DS_Store", b".git", b".ipynb_checkpoints"}  # names that reports do not list as ignored
 TABLES = (b"metadata.csv", b"metadata.jsonl")  # metadata of Hugging Face's imagefolder
 

@@ -17,7 +17,7 @@ Samples are read in forked worker processes, if the system supports fork, becaus
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +27,7 @@ from PIL import Image
 from h5chunk.errors import SampleError, SourceError, printable
 from h5chunk.source import ENDS_IN_NULL, AnyImage, OpenContext, SampleField
 from h5chunk.sources.kinds import ImageOptions
-from h5chunk.sources.recognise import is_path
+from h5chunk.sources.recognise import is_path, refuse_names
 from h5chunk.sources.samples import DATA, IMAGES, LABELS, Samples, field_dtype, largest_first
 
 NO_SOURCES = {  # for objects whose indexing does not return samples: an attribute that only they have, and the remedy
@@ -55,11 +55,21 @@ class MappingSource(Samples):
             found |= {name: SampleField((), np.dtype(f"S{width}")) for name, width in widths.items()}
         self._others = {name: found[name] for name in self._others}
         self.fields = largest_first({name: found[name] for name in self.fields})
+        if not decoding.form and not any(field.shape or field.axes for field in found.values()):
+            self._refuse_names(found)
         self.columns = {name: np.zeros(len(self), field.dtype) for name, field in self._others.items()}
         has_images = any(field.axes for field in self.fields.values())
         self.options = {**(decoding.recorded() if has_images else {}), "fields": [*order, *self._others]}
         self.categories = _class_names(dataset, found)
         self.notes = ["changes to a data set in Python cannot be detected, so an interrupted conversion starts over"]
+
+    def _refuse_names(self, fields: Iterable[str]) -> None:
+        samples: list[dict[str, Any]] = []
+        for index in range(min(3, len(self))):
+            with suppress(SampleError):  # reported when the sample is converted
+                samples.append(self._sample(index))
+        for name in fields:
+            refuse_names((sample[name] for sample in samples), name)
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:

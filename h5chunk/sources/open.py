@@ -12,6 +12,8 @@ from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import KINDS
 from h5chunk.sources.listing import check_source
+from h5chunk.sources.matrix.block import SparseSource
+from h5chunk.sources.matrix.joined import SeveralFiles, list_paths
 from h5chunk.sources.options import Options, flag_of, one_of
 from h5chunk.sources.recognise import is_path, read_head
 
@@ -33,16 +35,31 @@ def find_kind(source: Any, kind: str | None = None) -> Any:
     if kind is not None:
         if kind not in names:
             raise OptionError(f"format is {kind!r}: pass {one_of(names)}")
-        return kinds[names.index(kind)]
+        return _named_kind(source, kinds[names.index(kind)])
     head = read_head(source)
     for candidate in kinds:
         if candidate.recognises(source, head):
             return candidate
     if not is_path(source):
+        listed = ", or a list of what it yields" if hasattr(source, "__iter__") else ""
         raise SourceError(
-            f"an object of type {type(source).__name__} cannot be converted: pass a path, arrays or a data set"
+            f"an object of type {type(source).__name__} cannot be converted: pass a path, arrays or a data set{listed}"
         )
     raise SourceError(message=f"{describe(source)}: {_unrecognised()}")
+
+
+def _named_kind(source: Any, kind: Any) -> Any:
+    """Return the class that opens a source if the user named ``kind``: the kind of each file, if there are several."""
+    if issubclass(kind, SparseSource) and not is_path(source):
+        return SeveralFiles
+    if issubclass(kind, SparseSource) and list_paths(source, any_folder=not kind.reads_folders):
+        return SeveralFiles
+    if not is_path(source) and kind.kind not in ("arrays", "mapping"):
+        raise SourceError(
+            f"{describe(source)}: cannot be read as {kind.kind}, which needs one path: pass a file, or the folder that "
+            "contains the files"
+        )
+    return kind
 
 
 def _unrecognised() -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import posixpath
 import zipfile
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
-from h5chunk.errors import SourceError
+from h5chunk.errors import SourceError, printable
 from h5chunk.sources.container import PACKED_MAGICS, BoundedFile
 
 HEAD_BYTES = 1 << 12
@@ -16,6 +18,7 @@ MAX_HDF5_LINKS = 1000
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 ZIP_MAGIC = b"PK\x03\x04"
 NPY_MAGIC = b"\x93NUMPY"
+EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp", b".gif")
 PACKINGS = (".gz", ".bz2", ".xz", ".zst")
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -23,6 +26,31 @@ UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 def is_path(source: Any) -> bool:
     """Return whether a source is a path, to a file that may not exist, rather than another object."""
     return isinstance(source, (str, os.PathLike))
+
+
+def names_file(value: Any) -> bool:
+    """Return whether a value is a path of a file, or text that is the path of an existing one or ends like an image."""
+    if not isinstance(value, (str, bytes)):
+        return isinstance(value, os.PathLike)
+    path = os.fsencode(value)
+    try:
+        return bool(path) and (os.path.lexists(path) or (path.lower().endswith(EXTENSIONS) and b"://" not in path))
+    except ValueError:  # it contains a NUL byte
+        return False
+
+
+def refuse_names(values: Iterable[Any], name: str) -> None:
+    """Raise SourceError if the first values of field ``name`` are names of files, whose contents would not be stored.
+
+    To be called for samples of which nothing but numbers and strings would be stored.
+    """
+    first = list(islice(values, 3))
+    if first and all(map(names_file, first)):
+        raise SourceError(
+            f"field {printable(name)!r} contains names of files, such as {printable(first[0])}, which would be stored "
+            "in place of their contents: for images, pass their folder, with a table of their names and labels as "
+            "--manifest, or a data set that returns the images; to store the names, write them to a .parquet"
+        )
 
 
 def read_head(source: Any) -> bytes:

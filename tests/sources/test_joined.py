@@ -96,3 +96,82 @@ def test_files_of_10x_on_the_command_line(tmp_path: Path) -> None:
         write_10x(tmp_path / f"{name}.h5", COUNTS[name] * 1000)
     run = CliRunner().invoke(main, ["convert", str(tmp_path / "[ab].h5"), str(tmp_path / "x.hdf5")])
     assert run.exit_code == 0 and "40 rows (barcodes)" in run.stdout, run.output
+
+
+def entries(folder: Path, name: str, text: str) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def test_ratings_of_several_files_are_one_matrix(tmp_path: Path) -> None:
+    """By a list, a tuple, a pattern, or a folder as Spark writes it, whether or not the format is named."""
+    folder, names = tmp_path / "parts", ("part-00000.csv", "part-00001.csv")
+    paths = [entries(folder, name, f"user,item,rating\n1,2,3\n{n},{n},4\n") for n, name in enumerate(names, 7)]
+    (folder / "_SUCCESS").touch()
+    sources = [paths, tuple(map(Path, paths)), folder / "*.csv", folder]
+    for number, source in enumerate(sources * 2):
+        out = tmp_path / f"{number}.h5"
+        report = convert(source, out, join="outer", **({"format": "csv"} if number >= len(sources) else {}))
+        assert (report.num_rows, report.num_columns, report.num_entries) == (3, 3, 3), report
+        [(rows,)] = ChunkLoader(ChunkDataset(out, fields=["X"]), 3, shuffle=False)
+        assert ChunkDataset(out).row_ids[rows.sum(1).argmax()] == 1 and rows.max() == 6  # 3 + 3, from two files
+    assert convert(folder, tmp_path / "s", shards=2, client="local:1").num_entries == 3
+
+
+def test_files_that_are_read_differently_are_refused(tmp_path: Path) -> None:
+    texts = {
+        "a.csv": "user,item,c\n1,2,3\n",
+        "b.csv": "user,item,c\nx,2,3\n",
+        "a.svm": "1 1:2 3:4\n",
+        "b.svm": "1 0:2 3:4\n",
+    }
+    paths = [entries(tmp_path, name, text) for name, text in texts.items()]
+    with pytest.raises(
+        SourceError, match=r"row strings, column int64s, but those of .*: name the columns; a name that"
+    ):
+        convert(paths[:2], tmp_path / "x.h5")
+    assert convert(paths[:2], tmp_path / "x.h5", columns=("user:str", "item", "c")).num_rows == 2
+    with pytest.raises(SourceError, match=r"indices from 0, but those of .* from 1: say which is right"):
+        convert(paths[2:], tmp_path / "y.h5")
+    assert convert(paths[2:], tmp_path / "y.h5", first_index="0").num_columns == 4
+    with pytest.raises(SourceError, match=r"a.svm: has numbered rows and columns, other than the files with which"):
+        convert([paths[0], paths[2]], tmp_path / "z.h5")
+
+
+def test_folders_of_10x_and_matrices_with_a_prefix(tmp_path: Path) -> None:
+    for sample in ("one", "two"):
+        for folder, prefix in ((tmp_path / "tenx" / sample, ""), (tmp_path / "geo", f"{sample}_")):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{prefix}barcodes.tsv").write_text("c1\nc2\n")
+            (folder / f"{prefix}features.tsv").write_text("g1\ng2\ng3\n")
+            scipy.io.mmwrite(folder / f"{prefix}matrix.mtx", scipy.sparse.csr_matrix([[1, 0], [0, 2], [3, 0]]))
+    for name, files in (("tenx", ["one", "two"]), ("geo", ["one_matrix.mtx", "two_matrix.mtx"])):
+        report = convert(tmp_path / name, tmp_path / f"{name}.h5")
+        dataset = ChunkDataset(tmp_path / f"{name}.h5")
+        assert (report.num_rows, report.num_entries, [*dataset.categories("file")]) == (4, 6, files)
+        assert sorted(dataset.row_ids) == ["c1", "c1", "c2", "c2"] and list(dataset.column_ids) == ["g1", "g2", "g3"]
+
+
+@pytest.mark.parametrize(
+    "form", ["list", "paths", "tuple", "pairs", "dicts", "arrays", "strings", "bytes", "generator"]
+)
+@pytest.mark.parametrize("name", ["a.png", "missing.png", "notes.txt"])
+def test_names_of_files_are_never_stored_in_place_of_their_contents(tmp_path: Path, name: str, form: str) -> None:
+    paths = [str(tmp_path / name), str(tmp_path / name)]
+    for existing in ("a.png", "notes.txt"):
+        (tmp_path / existing).write_bytes(b"text")
+    source: Any = {
+        "list": paths,
+        "paths": [*map(Path, paths)],
+        "tuple": tuple(paths),
+        "pairs": [(path, 1) for path in paths],
+        "dicts": [{"image": path} for path in paths],
+        "arrays": {"image": np.array(paths), "label": np.arange(2)},
+        "strings": np.array(paths),
+        "bytes": [path.encode() for path in paths],
+        "generator": (path for path in paths),
+    }[form]
+    with pytest.raises(SourceError, match=r"names of files, such as|can be listed: |or a list of what it yields"):
+        convert(source, tmp_path / "x.h5")
+    assert not (tmp_path / "x.h5").exists()

@@ -68,8 +68,11 @@ class SparseSource:
     column_names: np.ndarray | None = None  # (columns,), such as ids of genes
     column_symbols: np.ndarray | None = None  # (columns,): second names, such as symbols of genes
     time_name: str | None = None  # name of the column of times, if blocks have times
+    entry_types: Mapping[str, str] = MappingProxyType({})  # how ids and times are read; files read as one must agree
+    types_remedy: ClassVar[str] = "write them alike"  # for files whose ``entry_types`` differ
     ignored: Mapping[str, str] = MappingProxyType({})  # fields that are left out, with the reason
     notes: Sequence[str] = ()  # for the report
+    reads_folders: ClassVar[bool] = False  # whether a folder is one source, rather than several
     has_parts: ClassVar[bool] = False  # whether `blocks` can read a part alone
     part: tuple[int, int] = (0, 1)  # the number of the part that `blocks` reads, and the number of parts
 

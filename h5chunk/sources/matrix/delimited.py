@@ -71,6 +71,9 @@ class DelimitedSource(TextSource):
     shape = (None, None)
     has_ids = True
     Options = DelimitedOptions
+    types_remedy = (
+        "name the columns; a name that ends with :str is read as strings (--columns user:str,item:str,rating)"
+    )
     pieces_in_memory = 6  # bytes of memory per byte read: text, its translation, pyarrow's columns, the block, masks
 
     @classmethod
@@ -119,6 +122,8 @@ class DelimitedSource(TextSource):
         else:
             self._columns.pop("time", None)
         self.axes = self._name(chosen[0]), self._name(chosen[1])
+        self.entry_types = {part: f"{kind}s" for part, kind in self._types.items() if part != "value"}
+        self._text.head = b""  # thousands of files may be open
         if context.is_guessed and requested is None and not names_show_entries(self.header or ()):
             parts = ", ".join(f"{part} {self._name(number)!r}" for part, number in self._columns.items())
             self.notes = [

@@ -34,6 +34,7 @@ class LibsvmSource(TextSource):
 
     kind = "libsvm"
     Options = LibsvmOptions
+    types_remedy = "say which is right (--first-index 0 or 1)"
     pieces_in_memory = 24  # bytes of memory per byte read: words, pairs and numbers in pyarrow's columns
 
     @classmethod
@@ -56,6 +57,7 @@ class LibsvmSource(TextSource):
         else:
             from_1 = "no index is 0, so indices count from 1: index 1 became column 0 (if wrong, pass --first-index 0)"
             self.notes = [from_1 if self._base else "an index is 0, so that indices count from 0"]
+            self.entry_types = {"indices": f"from {self._base}"}
         self.shape = (len(labels), None)
 
     def _read_labels(self, memory: MemoryLimit) -> np.ndarray:

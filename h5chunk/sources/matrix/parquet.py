@@ -17,7 +17,7 @@ from h5chunk.errors import SourceError, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import byte_lengths, has_type, parquet, pyarrow, to_fixed_bytes
 from h5chunk.sources.kinds import EntryOptions
-from h5chunk.sources.matrix.block import Block, SparseSource
+from h5chunk.sources.matrix.block import Block, RegularFile, SparseSource
 from h5chunk.sources.matrix.columns import (
     PARTS,
     are_entries,
@@ -45,16 +45,16 @@ class ParquetEntries(SparseSource):
     """Tables of entries in .parquet files with the same columns; their rows are concatenated."""
 
     kind = "ratings"
-    has_parts = True
+    has_parts = reads_folders = True
     shape = (None, None)
     has_ids = True
     Options = EntryOptions
 
     def __init__(self, path: str, options: EntryOptions, context: OpenContext) -> None:
         self.path, self._paths = path, tables_in(path) or [Path(path)]
+        self.num_bytes = sum(RegularFile(file).num_bytes for file in self._paths)
         if not is_parquet(self._paths[0]):
             raise SourceError(f"{printable(path)}: is not a .parquet file: for entries in text, pass --format csv")
-        self.num_bytes = sum(os.path.getsize(file) for file in self._paths)
         names = _names(self._paths[0])
         requested = None if options.columns is None else [without_type(str(name)) for name in options.columns]
         chosen = choose_columns(names, len(names), requested, path, self._fail)
@@ -67,6 +67,12 @@ class ParquetEntries(SparseSource):
         self._check_types()
         self.time_name = self._columns.get("time")
         self.axes = self._columns["row"], self._columns["column"]
+        kinds = {part: _schema(self._paths[0]).field(name).type for part, name in self._columns.items()}
+        self.entry_types = {
+            part: "int64s" if has_type(kind, "integer") else "strings" if part in PARTS[:2] else f"{kind}s"
+            for part, kind in kinds.items()
+            if part != "value"
+        }
 
     def _check_types(self) -> None:
         """Raise SourceError unless all files have the chosen columns, with supported types that agree."""

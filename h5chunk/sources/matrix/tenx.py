@@ -47,7 +47,7 @@ class TenxSource(SparseSource):
     """An .h5 file of Cell Ranger. If a file of version 2 has several genomes, the option ``layer`` chooses one."""
 
     kind = "10x"
-    has_parts = True
+    has_parts = reads_folders = True
     Options = LayerOptions
     shape: tuple[int, int]
     axes = ("barcodes", "features")

@@ -43,7 +43,9 @@ KINDS = {
 }
 REMEDY = "choose fields that are equal in all files with fields=..., or read these files separately"
 MATRIX_REMEDY = "convert their sources together, or with the same --scale, --values or --binarize"
-COLUMNS_REMEDY = "convert their sources together, with --join inner or outer"
+COLUMNS_REMEDY = (
+    "convert their sources together, as a list or pattern of files with --join outer (or inner, except for ratings)"
+)
 CATEGORIES_REMEDY = "convert their sources together, or read these files separately"
 
 

@@ -56,11 +56,12 @@ def convert(
         ``masks`` side by side; or a folder with Hugging Face's ``metadata.csv`` or ``.jsonl``. A sparse matrix: a file
         of (row, column[, value]) lines or columns, such as MovieLens' ratings.csv, .npz of scipy, Matrix Market,
         libsvm, .h5ad, 10x .h5, or a 10x folder (its cells become the samples). Several matrices as one: a folder of
-        .h5ad files, a glob pattern, or a list of paths. Arrays: .npy, .npz, an array, or a dict of arrays. A table:
-        .parquet, or delimited text with one sample per line, such as iris.csv; or a folder of such files. A data set in
-        Python: any object with ``len()`` and indexing, such as those of torchvision and Hugging Face. Or the URL of a
-        file, or of a folder or pattern in an object store, or a list of URLs: the files are downloaded to a hidden
-        folder beside the output, which is kept until the conversion succeeds.
+        .h5ad files, of files of entries or of 10x folders, a glob pattern, or a list of paths. Arrays: .npy, .npz, an
+        array, or a dict of arrays. A table: .parquet, or delimited text with one sample per line, such as iris.csv; or
+        a folder of such files. A data set in Python: any object with ``len()`` and indexing, such as those of
+        torchvision and Hugging Face. Or the URL of a file, or of a folder or pattern in an object store, or a list of
+        URLs: the files are downloaded to a hidden folder beside the output, which is kept until the conversion
+        succeeds.
     output : path
         The file to create, or the folder if ``shards``, ``shard_bytes`` or ``split_files`` is set. It may be a URL in
         an object store (``s3://``, ``gs://``, ``az://``): files are first written to ``~/.cache/h5chunk``, and uploaded
@@ -166,7 +167,10 @@ def _open(
     else:
         with explain_memory_error(write_options.memory_bytes):
             context = OpenContext(
-                write_options.memory_bytes, with_times=write_options.needs_times, is_guessed=format is None
+                write_options.memory_bytes,
+                with_times=write_options.needs_times,
+                is_guessed=format is None,
+                format=format,
             )
             opened = open_kind(kind, source, source_options, context)
         check_not_source(path, *opened.files())
