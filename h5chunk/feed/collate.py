@@ -1,7 +1,7 @@
 """Batches that torch's DataLoader sends to the main process without another copy.
 
 A worker of a DataLoader reads a batch as a unit, into memory that it shares with the main process. `Batch` presents
-this batch as the sequence of samples that torch expects from ``__getitems__``. torch's default ``collate_fn`` then
+this batch as the list of samples that torch expects from ``__getitems__``. torch's default ``collate_fn`` then
 returns the batch unchanged, because this module registers a function for it.
 
 A sample index is relative to a subset of a file, so the same index in another subset refers to another sample.
@@ -10,55 +10,79 @@ Therefore a sampler tags each batch of indices with a key of the subset, and a d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import register_pytree_node
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from h5chunk.errors import FieldError, OptionError
+from h5chunk.feed.memory import SharedFields
 
 
 class Sample(tuple[Any, ...]):
-    """One sample: a tuple of its fields."""
+    """A sample of a `Batch`: a tuple of its fields, whose type tells torch's default ``collate_fn`` of the batch."""
 
     __slots__ = ()
 
 
-class Batch(Sequence[Sample]):
-    """A batch as a sequence of samples. It is stored by field: (batch_size, ...) tensors, or lists of str.
+class Batch(list[Any]):
+    """A batch as a list of samples. It is stored by field: (batch_size, ...) tensors, or lists of str.
 
     ``packed`` is the index of the field that `Pack` made, in which samples are concatenated; the next field then holds
     their offsets.
+
+    A ``collate_fn`` may use it as any list. The samples are made when they are first needed, because most batches are
+    collated without them. ``fields`` is None once the list has been changed.
     """
 
     def __init__(
         self, fields: tuple[Any, ...] | list[Any], num_samples: int | None = None, packed: int | None = None
     ) -> None:
-        self.fields, self._packed = fields, packed
+        super().__init__()
+        self.fields: Any = fields
+        self._packed, self._is_made = packed, False
         self._num_samples = len(fields[0]) if num_samples is None else num_samples
 
     def __len__(self) -> int:
-        return self._num_samples
+        return super().__len__() if self._is_made else self._num_samples
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__() if self._is_made else map(self._sample, range(self._num_samples))
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._is_made:
+            return super().__getitem__(index)
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not len(self):  # torch looks at the first sample even of an empty batch
-            return Sample()
+            return [self._sample(number) for number in range(self._num_samples)[index]]
+        # torch looks at the first sample even of an empty batch
+        return self._sample(range(self._num_samples)[index]) if self._num_samples else Sample()
+
+    def _sample(self, number: int) -> Sample:
+        fields = self.fields
         if self._packed is None:
-            return Sample(field[index] for field in self.fields)
-        first, (start, stop) = self._packed, self.fields[self._packed + 1][index : index + 2].tolist()
-        own = self.fields[first][start:stop], torch.tensor(stop - start)
-        others = [field[index] for field in (*self.fields[:first], *self.fields[first + 2 :])]
+            return Sample(field[number] for field in fields)
+        first, (start, stop) = self._packed, fields[self._packed + 1][number : number + 2].tolist()
+        own = fields[first][start:stop], torch.tensor(stop - start)
+        others = [field[number] for field in (*fields[:first], *fields[first + 2 :])]
         return Sample([*others[:first], *own, *others[first:]])
+
+    def make(self, *, to_change: bool) -> None:
+        """Make all samples, so that the methods of a list can read them, or change them."""
+        if not self._is_made:
+            samples = list(self)
+            self._is_made = True
+            super().extend(samples)
+        if to_change:
+            self.fields = None
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return list, (list(self),)
 
     def stacked(self) -> Batch:
         """Return the batch with the separately decoded images of each field stacked into one tensor.
@@ -80,17 +104,30 @@ class Batch(Sequence[Sample]):
             )
         return Batch([torch.stack(field) if is_image else field for field, is_image in pairs], len(self))
 
-    def __iter__(self) -> Iterator[Sample]:
-        return (self[i] for i in range(len(self)))
+
+def _of_list(name: str, *, changes: bool) -> Callable[..., Any]:
+    method = getattr(list, name)
+
+    def call(self: Batch, *args: Any, **options: Any) -> Any:
+        self.make(to_change=changes)
+        return method(self, *args, **options)
+
+    return functools.update_wrapper(call, method)
 
 
-def no_samples(sample: Sample) -> Sequence[Sample]:
+CHANGES = "__setitem__ __delitem__ __iadd__ __imul__ append clear extend insert pop remove reverse sort"
+READS = "__add__ __mul__ __rmul__ __contains__ __reversed__ __repr__ __eq__ __ne__ copy count index"
+for _name in (CHANGES + " " + READS).split():
+    setattr(Batch, _name, _of_list(_name, changes=_name in CHANGES.split()))
+
+
+def no_samples(sample: Any) -> list[Any]:
     """Return an empty batch with the shapes and types that torch would collate from such samples.
 
     If torch cannot collate the sample, return an empty list, which the user's ``collate_fn`` has to handle.
     """
     with suppress(TypeError, RuntimeError):
-        return Batch([_emptied(default_collate([value])) for value in sample], 0)
+        return Batch(_emptied(default_collate([sample])), 0)
     return []
 
 
@@ -111,16 +148,27 @@ def collate(batch: Sequence[Any]) -> Any:
     As the ``collate_fn`` of a DataLoader, it returns what torch's default returns, but does not make the first sample,
     which takes time if batches are sparse.
     """
-    return batch.fields if isinstance(batch, Batch) else default_collate(list(batch))
+    unchanged = batch.fields if isinstance(batch, Batch) else None
+    return default_collate(list(batch)) if unchanged is None else unchanged
 
 
 def _collate_samples(batch: Sequence[Sample], *, collate_fn_map: Any = None) -> Any:
-    if isinstance(batch, Batch):
+    if isinstance(batch, Batch) and batch.fields is not None:
         return batch.fields
     return default_collate([tuple(sample) for sample in batch])
 
 
 default_collate_fn_map.setdefault(Sample, _collate_samples)
+
+
+def _register(kind: type, plain: Callable[[Iterable[Any]], Any]) -> None:
+    """Tell PyTree how to look into a container. It leaves others unchanged, and so do torchvision's transforms."""
+    register_pytree_node(kind, lambda values: (list(values), None), lambda values, _: plain(values))
+
+
+_register(Sample, tuple)
+_register(SharedFields, tuple)
+_register(Batch, list)
 
 
 Numbering = tuple[int, int]  # a subset's key: its size, and a checksum of its sample numbers in the file (0 for all)
@@ -143,6 +191,20 @@ class TaggedBatch(list[int]):
     ) -> None:
         super().__init__(numbers)
         self.numbering, self.epoch, self.seed, self.repeats = numbering, epoch, seed, repeats
+
+    def one_by_one(self) -> Iterator[TaggedIndex]:
+        """Yield the indices, each of which keeps what the batch knows of it."""
+        repeats = np.broadcast_to(self.repeats, len(self))
+        for index, repeat in zip(self, repeats, strict=True):
+            tagged = TaggedIndex(index)
+            tagged.batch = TaggedBatch([index], self.numbering, self.epoch, self.seed, int(repeat))
+            yield tagged
+
+
+class TaggedIndex(int):
+    """An index of a `TaggedBatch`."""
+
+    batch: TaggedBatch  # with this index only
 
 
 def check_numbering(drawn: Numbering, numbering: Numbering) -> None:

@@ -11,14 +11,15 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from h5chunk.errors import FieldError, OptionError, count_text, printable, shown
 from h5chunk.feed.collate import (
     Batch,
     Numbering,
-    Sample,
     TaggedBatch,
+    TaggedIndex,
     check_numbering,
     collate,
     no_samples,
@@ -28,7 +29,7 @@ from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.sample_reader import SampleReader, SampleTransforms, plain_fields
 from h5chunk.feed.stored_tables import StoredNames, decoded
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.plan.draws import epoch_rows
+from h5chunk.plan.draws import REPEAT, epoch_rows
 from h5chunk.plan.order import Order
 from h5chunk.plan.permutation import SPLIT, ShuffledSequence, permutation
 from h5chunk.plan.selection import FixedSelection, SelectionSequence, select_samples, split_samples
@@ -42,6 +43,10 @@ from h5chunk.store.read.several import NOTABLE, read_amplification
 from h5chunk.transforms import Transforms
 
 SAMPLE_NUMBER = "sample_number"
+OTHER_TRANSFORMS = (
+    'assign dataset.transform = {"labels": [function]} to transform the field labels, for example; for a function of '
+    "several fields, define __getitem__ in a subclass"
+)
 
 
 class ChunkDataset(StoredNames, Dataset[Any]):
@@ -141,10 +146,33 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         self._order: Order | None = None  # set by a sampler
         self._tables = {}
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if {"transform", "transforms", "target_transform"} & {*vars(cls)} and not _has_own_getitem(cls):
+            raise OptionError(
+                f"{cls.__name__} defines a transform, which would never be called: pass transform= to the constructor, "
+                "or define __getitem__, too"
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("transforms", "target_transform") and value is not None and not _has_own_getitem(type(self)):
+            raise OptionError(f"{name} would never be called: {OTHER_TRANSFORMS}")
+        super().__setattr__(name, value)
+
     @property
     def transform(self) -> Any:
-        """The ``transform`` that this data set was created with."""
+        """The ``transform`` of this data set. Workers of a DataLoader that are running already keep the old one."""
         return self._transforms.given
+
+    @transform.setter
+    def transform(self, transform: Any) -> None:
+        if _has_own_getitem(type(self)):
+            raise OptionError(
+                f"{type(self).__name__} has its own __getitem__, and super().__getitem__() would call this transform, "
+                "too: use another name for it, such as self.augment"
+            )
+        self._transforms = self._compiled(transform)
+        self.__dict__.pop("_sample_reader", None)
 
     def with_transform(self, transform: Any) -> ChunkDataset:
         """Return a copy of this data set with another transform, for example for one part of a split.
@@ -351,34 +379,59 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         if isinstance(index, slice):
             index = range(*index.indices(len(self)))
         if isinstance(index, (int, np.integer)) or getattr(index, "ndim", None) == 0:
-            batch = self._read(index, np.array([operator.index(index)], np.int64), shared=False)
-            return self._transforms.apply_to_sample(batch[0])
+            drawn = index.batch if isinstance(index, TaggedIndex) else index
+            batch = self._read(drawn, np.array([operator.index(index)], np.int64), shared=False)
+            return self._transforms.apply_to_sample(tuple(batch[0]))
         batch = self._batch(index)
         return batch.fields if not self._transforms.has_each else tuple(collate(self._each_transformed(batch)))
 
-    def __getitems__(self, indices: Sequence[int]) -> Sequence[Sample]:
-        """Read the samples of a batch. torch's DataLoader calls this, so that each chunk is read only once."""
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Read the samples of a batch. torch's DataLoader calls this, so that each chunk is read only once.
+
+        If a subclass has its own ``__getitem__``, it is called for each sample instead.
+        """
+        if _has_own_getitem(type(self)):
+            if isinstance(indices, TaggedBatch):
+                self._check_drawn(indices)
+                indices = list(indices.one_by_one())
+            return [self[index] for index in indices] or self._no_samples()
         batch = self._batch(indices)
         return batch if not self._transforms.has_each else self._each_transformed(batch)
 
-    def _batch(self, indices: Any) -> Batch:
+    def _check_drawn(self, indices: Any) -> None:
+        if isinstance(indices, list) and indices and isinstance(indices[0], TaggedBatch):
+            raise OptionError(
+                "the ChunkSampler returns batches, but was passed as sampler: pass it as batch_sampler, as in "
+                "DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 256)), without batch_size and shuffle"
+            )
         if isinstance(indices, TaggedBatch) and indices.numbering is not None:
             check_numbering(indices.numbering, self.numbering)
+
+    def _batch(self, indices: Any) -> Batch:
+        self._check_drawn(indices)
         batch = self._read(indices, sample_numbers(indices), shared=get_worker_info() is not None)
         return batch if self._transforms.has_each else batch.stacked()
 
-    def _each_transformed(self, batch: Batch) -> Sequence[Sample]:
-        if not len(batch) and len(self):  # an empty batch has the shapes of a transformed sample
-            return no_samples(self[0])
-        return [self._transforms.apply_to_sample(sample) for sample in batch]
+    def _each_transformed(self, batch: Batch) -> list[Any]:
+        return [self._transforms.apply_to_sample(sample) for sample in batch] or self._no_samples()
+
+    def _no_samples(self) -> list[Any]:
+        """Return an empty batch with the shapes of a transformed sample."""
+        return no_samples(self[0]) if len(self) else []
 
     def _read(self, indices: Any, positions: np.ndarray, *, shared: bool) -> Batch:
         rows = self._rows(positions)
-        if self.epoch_samples and isinstance(indices, TaggedBatch):
-            rows = rows + epoch_rows(indices.epoch, self.epoch_samples)
+        if self.epoch_samples:
+            rows = rows + self._epoch_rows(indices, len(rows))
         numbered = {name: compute(rows) for name, compute in self.numbered_fields.items()} if self._numbered else {}
         draws, ordered = self._transforms.draws(indices, rows), isinstance(indices, TaggedBatch)
         return self._sample_reader.read(self._names, draws, numbered, shared=shared, ordered=ordered)
+
+    def _epoch_rows(self, indices: Any, count: int) -> int | np.ndarray:
+        """Return what the epoch adds to sample numbers. Without a sampler, torch draws an epoch for each sample."""
+        if isinstance(indices, TaggedBatch):
+            return epoch_rows(indices.epoch, self.epoch_samples)
+        return torch.randint(REPEAT // self.epoch_samples, (count,)).numpy() * self.epoch_samples
 
     def _rows(self, positions: np.ndarray) -> np.ndarray:
         """Convert sample indices to sample numbers in the file. Raise IndexError for an invalid index."""
@@ -398,3 +451,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return printable(
             f"{type(self).__name__}({self.path!r}: {samples} of {fields}; chunks of {chunks}; {excess}{self.cache})"
         )
+
+
+def _has_own_getitem(kind: type) -> bool:
+    """Return whether a class of the user defines how a sample is read, but not how a batch is."""
+    definer = next(base for base in kind.__mro__ if "__getitem__" in vars(base))
+    return definer is not ChunkDataset and "__getitems__" not in vars(definer)

@@ -44,10 +44,10 @@ class Patches(ChunkDataset):
         for raw, label in h5chunk.ChunkLoader(patches, 4, device="cuda"):
             ...
 
-    ``dataset[i]`` is a tuple with patch i of each field, ``(*channels, *size)`` or ``(*size, *channels)``. The
-    position of patch i depends only on (seed, epoch, i). Therefore a `ChunkLoader`, or a DataLoader with a
-    `ChunkSampler`, returns the same patches after resuming and with any number of workers. Without a sampler,
-    ``dataset[i]`` is patch i of epoch 0.
+    ``dataset[i]`` is a tuple with patch i of each field, ``(*channels, *size)`` or ``(*size, *channels)``. In a
+    `ChunkLoader`, or a DataLoader with a `ChunkSampler`, the position of patch i depends only on (seed, epoch, i), so
+    that patches are the same after resuming and with any number of workers. Without a sampler, torch's random generator
+    draws an epoch for each patch that is read: ``dataset[i]`` is at another position each time.
 
     Each volume is divided into cells, by default of up to 128 MiB. The patches of a few random cells are shuffled
     together, so that each chunk of these cells is decoded only once. The patches of a batch are therefore neighbours

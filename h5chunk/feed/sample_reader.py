@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from h5chunk.errors import FileError, OptionError
-from h5chunk.feed.collate import Batch, Sample, TaggedBatch
+from h5chunk.feed.collate import Batch, TaggedBatch
 from h5chunk.feed.disk_cache import DiskCache
 from h5chunk.feed.kept_rows import KeptRows, num_kept_chunks
 from h5chunk.feed.layout import ArrayShape, ragged_layout, torch_dtype
@@ -103,14 +103,14 @@ class SampleTransforms:
             return Draws(indices.seed, indices.epoch, rows + indices.repeats)
         return Draws(int(torch.randint(1 << 62, ())) if self._draws else 0, 0, rows)
 
-    def apply_to_sample(self, sample: Sample) -> Sample:
+    def apply_to_sample(self, sample: tuple[Any, ...]) -> tuple[Any, ...]:
         if not self.has_each:
             return sample
         values = list(sample)
         for number, transforms in enumerate(self._each):
             for transform in transforms:
                 values[number] = transform(values[number])
-        return Sample(values)
+        return tuple(values)
 
 
 def _apply_to_sample(transform: Callable[[Any], Any], sample: torch.Tensor) -> Any:

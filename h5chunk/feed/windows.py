@@ -73,7 +73,8 @@ class Windows(ChunkDataset):
         Add the field ``NAME_goal``, (1, ...), for each field NAME, or for those in the mapping. "last": the last frame
         of the episode. "future": a frame drawn uniformly from those after the current time step, or the last frame if
         none follows. It is drawn anew in each epoch, at the same time step for all fields, and depends only on
-        (seed, epoch, i) for window i. Without a sampler, ``dataset[i]`` has the goals of epoch 0.
+        (seed, epoch, i) for window i. Without a sampler, torch's random generator draws an epoch for each window that
+        is read, so that ``dataset[i]`` has another goal each time.
     episode_lengths, episode_offsets : str, optional
         A dataset with the number of time steps of each episode, such as ``ep_len``, or with the first row of each
         episode, such as ``ep_offset``. Default: each file, or each group that matches ``*``, is an episode.

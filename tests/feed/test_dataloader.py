@@ -13,11 +13,12 @@ import torch
 from support.faults import as_worker, through_hdf5
 from support.foreign import make_file, make_images, values
 from torch._utils import ExceptionWrapper
-from torch.utils.data import DataLoader, Subset, get_worker_info
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, Subset, default_collate, get_worker_info
 
 import h5chunk
+import h5chunk.transforms
 from h5chunk.errors import FileError
-from h5chunk.feed.collate import Sample
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.sampler import ChunkSampler
 
@@ -143,7 +144,7 @@ def test_every_way_of_collating(path, num_workers):
 
 def by_hand(batch) -> tuple[torch.Tensor, torch.Tensor]:
     """A collate_fn as people write them."""
-    assert isinstance(batch[0], tuple) and isinstance(batch[0], Sample)
+    assert isinstance(batch, list) and isinstance(batch[0], tuple)
     images = torch.stack([image for image, _ in batch])
     return images, torch.tensor([int(label) for _, label in batch])
 
@@ -152,6 +153,116 @@ def by_hand(batch) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_collate_fn_gets_samples(path, num_workers):
     context = "fork" if num_workers else None
     assert epoch(make_loader(path, num_workers, context, collate_fn=by_hand)) == epoch(make_loader(path))
+
+
+def by_falling_labels(batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """A collate_fn that changes the list."""
+    batch.sort(key=lambda sample: int(sample[1]), reverse=True)
+    batch.append(batch[0])
+    batch[1] = batch[2]
+    return default_collate(batch)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_collate_fn_may_change_its_list(path, num_workers):
+    context = "fork" if num_workers else None
+    for (_, labels), (_, plain) in zip(
+        make_loader(path, num_workers, context, collate_fn=by_falling_labels), make_loader(path), strict=True
+    ):
+        falling = sorted(plain.tolist(), reverse=True)
+        assert labels.tolist() == [falling[0], falling[2], *falling[2:], falling[0]]
+
+
+class Own(ChunkDataset):
+    """With samples of its own."""
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return {"image": image.float() + 1, "label": label + 100}
+
+
+class OwnBatches(Own):
+    def __getitems__(self, indices):
+        return super().__getitems__(indices)
+
+
+@pytest.mark.parametrize("kind", [Own, OwnBatches])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_own_getitem_is_called(path, num_workers, kind):
+    dataset = kind(path)
+    sampler = ChunkSampler(dataset, 16, window_chunks=4, interleave=6, seed=1)
+    how = {"num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None}
+    for loader in (DataLoader(dataset, batch_sampler=sampler, **how), DataLoader(dataset, 16, **how)):
+        batches = list(loader)
+        assert all(batch["image"].dtype == torch.float32 for batch in batches)
+        assert sorted(int(label) - 100 for batch in batches for label in batch["label"]) == list(range(N))
+    loader = DataLoader(Subset(dataset, [7, 5]), 2, **how)
+    assert next(iter(loader))["label"].tolist() == [dataset[i]["label"] for i in (7, 5)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_own_getitem_gets_the_random_numbers_of_the_sampler(path, num_workers):
+    """As all samples of a batch do without it."""
+
+    class Cropped(ChunkDataset):
+        def __getitem__(self, index):
+            return super().__getitem__(index)
+
+    def images(kind: type[ChunkDataset]) -> list[torch.Tensor]:
+        dataset = kind(path, transform=[h5chunk.transforms.RandomCrop((2, 2))])
+        sampler = ChunkSampler(dataset, 16, seed=1)
+        context = "fork" if num_workers else None
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, multiprocessing_context=context)
+        return [batch[0] for _ in range(2) for batch in loader]
+
+    assert all(own.equal(other) for own, other in zip(images(Cropped), images(ChunkDataset), strict=True))
+
+
+def test_code_for_trees_finds_the_tensors(path):
+    """In samples, in the list that a collate_fn gets, and in what a worker collated."""
+    dataset = ChunkDataset(path)
+    assert type(dataset[3]) is tuple
+    batch = dataset.__getitems__([3, 4])
+    for tree in (dataset[3], batch[0], batch, dataset.with_transform(brighten)[3], Subset(dataset, [3])[0]):
+        found = tree_map_only(torch.Tensor, lambda value: value.float() / 2, tree)
+        assert {value.dtype for value in tree_leaves(found)} == {torch.float32}
+
+    def halved(samples):
+        return tree_map_only(torch.Tensor, lambda value: value.float() / 2, default_collate(samples))
+
+    for images, labels in make_loader(path, 1, "fork", collate_fn=halved):
+        assert images.dtype == labels.dtype == torch.float32
+    with h5chunk.ChunkLoader(path, 16) as loader:
+        assert all(type(each) is tuple for each in loader)
+
+
+def test_a_transform_can_be_assigned(path):
+    dataset = ChunkDataset(path)
+    plain = dataset[5]
+    dataset.transform = brighten
+    assert dataset[5][0].equal(plain[0].float() + 1) and dataset.transform is brighten
+    dataset.transform = {"labels": [lambda label: label + 1]}
+    assert dataset[[5, 6]][1].tolist() == dataset.with_transform(None)[[5, 6]][1].add(1).tolist()
+    dataset.target_transform = None
+    for name in ("target_transform", "transforms"):
+        with pytest.raises(h5chunk.OptionError, match=f"{name} would never be called: assign dataset.transform"):
+            setattr(dataset, name, brighten)
+    own = Own(path)
+    own.target_transform = brighten
+    with pytest.raises(h5chunk.OptionError, match="use another name for it"):
+        own.transform = brighten
+    with pytest.raises(h5chunk.OptionError, match="Wrong defines a transform, which would never be called"):
+
+        class Wrong(ChunkDataset):
+            def transform(self, image):
+                return image
+
+
+def test_a_chunk_sampler_as_sampler_names_batch_sampler(path):
+    dataset = ChunkDataset(path)
+    for options in ({}, {"batch_size": 4}):
+        with pytest.raises(h5chunk.OptionError, match="pass it as batch_sampler"):
+            next(iter(DataLoader(dataset, sampler=ChunkSampler(dataset, 16), **options)))
 
 
 def brighten(image: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 
 import h5chunk
 from h5chunk.plan.patches import chunk_cost
@@ -130,6 +130,24 @@ def test_each_epoch_has_other_patches_as_many_of_each_volume(plain):
     assert len(torch.cat(epochs).unique(dim=0)) > 100
 
 
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (1, True)])
+def test_a_plain_dataloader_has_other_patches_in_each_epoch(plain, num_workers, persistent):
+    """Also if it reads one patch at a time, through another data set."""
+    patches = h5chunk.Patches(plain, FIELDS, SIZE, per_volume=20, positions=True)
+    how = {"num_workers": num_workers, "persistent_workers": persistent}
+    for dataset in (patches, ConcatDataset([patches])):
+        loader = DataLoader(dataset, batch_size=8, **how)
+        torch.manual_seed(5)
+        epochs = [torch.cat([batch[2] for batch in loader]) for _ in range(3)]
+        assert not epochs[0].equal(epochs[1]) and not epochs[1].equal(epochs[2])
+        assert all(torch.bincount(each[:, 0]).tolist() == [20, 20, 20] for each in epochs)
+        _check(next(iter(loader)), _cut_plain)
+    torch.manual_seed(5)
+    first = patches[3][2]
+    torch.manual_seed(5)
+    assert patches[3][2].equal(first)
+
+
 def test_resuming_and_ranks(plain):
     patches = h5chunk.Patches(plain, FIELDS, SIZE, positions=True)
     whole = h5chunk.ChunkLoader(patches, 8)
@@ -245,7 +263,9 @@ def test_the_expected_coverage_is_that_of_many_epochs(tmp_path, weights):
 
 def test_weights_place_centres(plain):
     patches = h5chunk.Patches(plain, FIELDS, SIZE, weights={"label": lambda label: label}, share=1)
-    assert all(patches[number][1][3, 5, 4] for number in range(len(patches)) if _is_inside(patches, number))
+    with h5chunk.ChunkLoader(patches, len(patches), shuffle=False) as loader:
+        (batch,) = loader
+    assert all(batch[1][number][3, 5, 4] for number in range(len(patches)) if _is_inside(patches, number))
     anywhere = h5chunk.Patches(plain, FIELDS, SIZE, weights="label", share=0)
     assert not all(anywhere[number][1][3, 5, 4] for number in range(len(anywhere)))
     assert anywhere.fingerprint != patches.fingerprint

@@ -508,7 +508,7 @@ def test_future_goals_are_later_frames_drawn_anew_in_each_epoch(layout: str, tmp
     assert len({tuple(sorted(each.items())) for each in epochs}) == 3
     goals = zip(plain[2].numpy(), plain[3].numpy(), strict=True)
     first = [check(number, *each) for number, each in enumerate(goals)]
-    assert first == [epochs[0][number] for number in range(len(windows))]
+    assert all(first != [drawn[number] for number in range(len(windows))] for drawn in epochs)
     started, resumed = (h5chunk.ChunkLoader(windows, 4, seed=5) for _ in range(2))
     for _ in started:  # epoch 0
         pass
