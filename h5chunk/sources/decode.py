@@ -30,7 +30,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ _KEPT = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}  # channels of the modes that col
 _DEEP = re.compile(r";(12|16|32|64)[BLNSF]+$|^(I|F)(;|$)")  # raw modes of more than 8 bits
 _SCALED = {"L;2": 85, "L;4": 17}  # factors by which Pillow scales grey values of 2 and 4 bits
 _STRETCHED = "maxval"  # marks a PPM whose values Pillow scales to another range
-_NUMBERS = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B", "I;16N", "F")  # modes of one channel
+NUMBERS = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B", "I;16N", "F")  # modes of one channel
 
 
 class Decoded(NamedTuple):
@@ -106,7 +106,7 @@ def decode(image: bytes | Image.Image, options: ImageOptions, is_mask: bool = Fa
 def _adapt(image: Image.Image, options: ImageOptions, is_mask: bool) -> Decoded:
     notes = [f"{image.mode} mask" if is_mask else image.mode]
     raw_modes = raw_modes_of(image)
-    if not (is_mask and image.mode in _NUMBERS):
+    if not (is_mask and image.mode in NUMBERS):
         check_depth(raw_modes)
     num_frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if num_frames > 1:
@@ -208,6 +208,11 @@ def to_color(image: Image.Image, color: str) -> Image.Image:
     return image.convert(mode)
 
 
+def are_equal(bands: Sequence[Image.Image]) -> bool:
+    """Return whether all channels have the same pixels."""
+    return all(band.tobytes() == bands[0].tobytes() for band in bands[1:])
+
+
 def _class_numbers(image: Image.Image, raw_modes: list[str]) -> Image.Image:
     """Return the class numbers of a mask, unchanged, as an image of mode L."""
     if image.mode in ("RGB", "RGBA", "LA"):
@@ -216,12 +221,12 @@ def _class_numbers(image: Image.Image, raw_modes: list[str]) -> Image.Image:
             bands.append(last)
         elif last.getextrema() != (255, 255):
             raise SampleError("is a mask with transparent pixels: assign a class number to these pixels")
-        if any(band.tobytes() != bands[0].tobytes() for band in bands):
+        if not are_equal(bands):
             raise SampleError(
                 f"is a colour mask ({image.mode}): replace each colour by a class number, and save it as a grey PNG"
             )
         return bands[0]
-    if image.mode not in _NUMBERS or _STRETCHED in raw_modes:
+    if image.mode not in NUMBERS or _STRETCHED in raw_modes:
         raise SampleError(
             f"is a mask of mode {image.mode} whose class numbers would change: save it as a grey PNG of 8 bits"
         )

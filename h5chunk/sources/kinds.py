@@ -56,9 +56,10 @@ class ImageOptions(Options):
     mask_column: tuple[str, ...] | None = option(
         None,
         "Columns with the paths of masks, or folders of masks beside the folder of images. Masks are resized like "
-        "their images, but by nearest neighbour, so that they keep their exact values.",
+        "their images, but by nearest neighbour, so that they keep their exact values. none: no image is a mask.",
         metavar="NAME[,NAME]",
-        shown_default="columns called mask or masks, and folders with usual names, such as masks, labels or gt",
+        shown_default="columns called mask or masks, images with one value per pixel beside another image, and folders "
+        "with usual names, such as masks, labels or gt",
     )
     keep_encoded: bool = option(
         False, "Store the image files unchanged, whatever their sizes. Loaders decode an image each time they read it."
@@ -75,6 +76,8 @@ class ImageOptions(Options):
     def __post_init__(self) -> None:
         if isinstance(self.mask_column, str):
             object.__setattr__(self, "mask_column", (self.mask_column,))
+        if self.mask_column == ("none",):
+            object.__setattr__(self, "mask_column", ())
         super().__post_init__()
         is_pair = isinstance(self.size, (tuple, list)) and len(self.size) == 2
         if self.size is not None and not (is_pair and all(isinstance(n, int) and n >= 1 for n in self.size)):

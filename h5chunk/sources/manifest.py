@@ -38,8 +38,8 @@ from h5chunk.source import ENDS_IN_NULL, Names
 from h5chunk.sources.container import Container, Folder, open_archive
 from h5chunk.sources.listing import EXTENSIONS, Listing, ReportFound, Tree, check_source, sort_and_label
 from h5chunk.sources.manifest_table import NESTED, Table
+from h5chunk.sources.masks import MASK_FIELDS
 from h5chunk.sources.pairs import Directory
-from h5chunk.sources.samples import MASK_FIELDS
 from h5chunk.stamp import stamp_of
 
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "image", "image_id", "image_path")

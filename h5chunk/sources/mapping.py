@@ -59,9 +59,12 @@ class MappingSource(Samples):
             self._refuse_names(found)
         self.columns = {name: np.zeros(len(self), field.dtype) for name, field in self._others.items()}
         has_images = any(field.axes for field in self.fields.values())
-        self.options = {**(decoding.recorded() if has_images else {}), "fields": [*order, *self._others]}
+        self.options = {**(self.decoding.recorded() if has_images else {}), "fields": [*order, *self._others]}
         self.categories = _class_names(dataset, found)
-        self.notes = ["changes to a data set in Python cannot be detected, so an interrupted conversion starts over"]
+        self.notes = [
+            *self.notes,
+            "changes to a data set in Python cannot be detected, so an interrupted conversion starts over",
+        ]
 
     def _refuse_names(self, fields: Iterable[str]) -> None:
         samples: list[dict[str, Any]] = []

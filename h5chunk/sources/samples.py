@@ -16,11 +16,12 @@ from h5chunk.source import AnyImage, SampleField, SampleSource, shape_text
 from h5chunk.sources.any_size import make_any_image
 from h5chunk.sources.decode import Decoded, decode, pillow_limits, sample_shape, write_pixels
 from h5chunk.sources.kinds import ImageOptions
+from h5chunk.sources.masks import MASK_FIELDS, find_masks, look_at, may_have_masks
 from h5chunk.sources.options import Options
 
 IMAGES, LABELS, DATA = "images", "labels", "data"  # names of fields
-MASK_FIELDS = ("mask", "masks")  # default names of images that are masks
 PROBES = 24  # number of images from which the average size in bytes is estimated
+MASK_PROBES = 4  # number of samples that show which images are masks
 
 
 class Samples(SampleSource):
@@ -126,6 +127,7 @@ class Samples(SampleSource):
         Raises SampleError if the first sample is unreadable. With ``skip_bad``, the first readable sample is used
         instead, and SourceError is raised if all are unreadable.
         """
+        self._find_masks()
         for index in range(len(self)):
             try:
                 fields = self.describe(index)
@@ -140,6 +142,26 @@ class Samples(SampleSource):
                 if not skip_bad:
                     raise SampleError(reason) from None
         raise SourceError(f"none of the {len(self)} samples can be used; the error of the last is: {reason}")
+
+    def _find_masks(self) -> None:
+        """Set the option ``mask_column`` if it is not set and some images may be masks, and add a note."""
+        if self.decoding.mask_column is not None or self.decoding.form:
+            return
+        samples = []
+        for index in np.unique(np.linspace(0, len(self) - 1, MASK_PROBES).astype(np.int64)).tolist():
+            with suppress(Exception), self.session():  # bad samples are reported when they are converted
+                values = self.values(index).items()
+                images = {name: value for name, value in values if isinstance(value, (bytes, Image.Image))}
+                if not may_have_masks(images):
+                    return
+                samples.append({name: look_at(image) for name, image in images.items()})
+        samples = [sample for sample in samples if sample.keys() == samples[0].keys()]
+        if not samples:
+            return
+        masks, notes = find_masks(samples, self.decoding.size is not None)
+        self.decoding = replace(self.decoding, mask_column=masks)
+        self.options = {**self.options, "mask_column": masks}
+        self.notes = [*self.notes, *notes]
 
     def _averaged(self, indices: Sequence[int]) -> dict[str, SampleField]:
         """Return the field of images of any size. Its shape is their average size in bytes in the samples ``indices``.

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
+import pyarrow
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 from support.pictures import HEIGHT, WIDTH, mask_of, palette, pixels, save
 
 import h5chunk
+from h5chunk.cli import main
 from h5chunk.errors import OptionError, SampleError, SourceError
 from h5chunk.sources.decode import decode, pillow_limits
 from h5chunk.sources.kinds import ImageOptions
@@ -128,7 +133,7 @@ def manifest_of(root: Path, path: Path, *columns: str) -> Path:
 def test_columns_of_a_manifest(tmp_path: Path) -> None:
     root = make_pairs(tmp_path / "data")
     manifest = manifest_of(root, tmp_path / "list.csv", "mask", "shown")
-    report = h5chunk.convert(root, tmp_path / "x.h5", manifest=manifest, workers=0, chunk_samples=4)
+    report = h5chunk.convert(root, tmp_path / "x.h5", manifest=manifest, workers=0, chunk_samples=4, mask_column="mask")
     assert report.notes == ["columns with paths of images became image fields: 'mask', 'shown'"]
     dataset = check_pairs(tmp_path / "x.h5", mask="mask")
     assert dataset.fields == ("images", "mask", "shown") and dataset[0][2].shape == (3, HEIGHT, WIDTH)  # in its colours
@@ -196,6 +201,85 @@ def test_masks_of_data_sets_in_python(tmp_path: Path) -> None:
         h5chunk.convert([{"number": 1}], tmp_path / "z.h5", mask_column="mask")
     h5chunk.convert([{"image": pairs[0][0], "mask": pairs[0][0]}], tmp_path / "w.h5", mask_column=())  # of faces
     assert h5chunk.ChunkDataset(tmp_path / "w.h5")[0][1].shape == (3, HEIGHT, WIDTH)
+
+
+SHAPE = (3, HEIGHT, WIDTH)
+PHOTO = [Image.fromarray(pixels(i, HEIGHT, WIDTH)) for i in range(5)]
+GREY = [photo.convert("L") for photo in PHOTO]
+MASK = [Image.fromarray(mask_of(i)) for i in range(5)]
+PALETTE = [palette(mask_of(i)) for i in range(5)]
+FIELDS_OF = [  # images by field, and those that are masks
+    ({"field0": PHOTO, "field1": PALETTE}, {"field1"}),
+    ({"field0": PHOTO, "field1": MASK}, {"field1"}),
+    ({"field0": PHOTO, "field1": [mask.point(lambda v: v > 3, "1") for mask in MASK]}, {"field1"}),
+    ({"field0": [GREY[0], *PHOTO[1:]], "field1": PALETTE}, {"field1"}),
+    ({"field0": GREY, "field1": MASK}, {"field1"}),
+    ({"image": PHOTO, "label": [mask.convert("RGB") for mask in MASK]}, {"label"}),
+    ({"annotation": MASK, "image": PHOTO}, {"annotation"}),
+    ({"image": PHOTO, "gt_instances": PALETTE, "trimap": MASK}, {"gt_instances", "trimap"}),
+    ({"label": PALETTE}, {"label"}),
+    ({"field0": GREY, "field1": GREY[::-1]}, set()),
+    ({"field0": PHOTO, "field1": PHOTO[::-1]}, set()),
+    ({"field0": GREY, "field1": PHOTO}, set()),
+    ({"field0": MASK, "field1": MASK[::-1]}, set()),
+    ({"field0": [photo.quantize(256) for photo in PHOTO], "field1": [photo.quantize(256) for photo in PHOTO]}, set()),
+]
+
+
+def samples_of(fields: dict[str, list[Image.Image]]) -> list[Any]:
+    rows = [dict(zip(fields, images, strict=True)) for images in zip(*fields.values(), strict=True)]
+    return [tuple(row.values()) for row in rows] if "field0" in fields else rows
+
+
+@pytest.mark.parametrize(("fields", "masks"), FIELDS_OF, ids=lambda fields: ",".join(fields))
+def test_masks_are_found_by_what_they_are(tmp_path: Path, fields: dict[str, Any], masks: set[str]) -> None:
+    report = h5chunk.convert(samples_of(fields), tmp_path / "x.h5", shuffle=False, workers=0)
+    assert report.shapes == {name: (HEIGHT, WIDTH) if name in masks else SHAPE for name in report.shapes}
+    said = [note for note in report.notes if "mask_column" in note]
+    assert len(said) == bool(masks) and all(repr(name) in said[0] for name in masks)
+    with h5py.File(tmp_path / "x.h5") as file:
+        for name in masks:
+            expected = [np.asarray(image.convert("L") if image.mode == "RGB" else image) for image in fields[name]]
+            np.testing.assert_array_equal(file[name], expected)
+    report = h5chunk.convert(samples_of(fields), tmp_path / "y.h5", mask_column="none", workers=0)
+    assert set(report.shapes.values()) == {SHAPE}
+    if not masks:  # a file keeps what was found, whatever is appended
+        more = {"field0": PHOTO, "field1": PALETTE}
+        assert h5chunk.append(tmp_path / "x.h5", samples_of(more), workers=0).num_samples == 10
+
+
+@pytest.mark.parametrize("name", ["label", "annotation", "segmentation_mask", "image2"])
+def test_columns_of_tables_that_are_masks(tmp_path: Path, name: str) -> None:
+    def cells(images: list[Image.Image]) -> list[dict[str, Any]]:
+        return [{"bytes": encoded(image), "path": None} for image in images]
+
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"image": cells(PHOTO), name: cells(PALETTE)}), tmp_path / "t.parquet")
+    options: dict[str, Any] = {"size": (5, 7), "fit": "stretch", "workers": 0}
+    h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", shuffle=False, **options)
+    expected = [MASK[i].resize((7, 5), Image.Resampling.NEAREST) for i in range(5)]
+    with h5py.File(tmp_path / "x.h5") as file:
+        np.testing.assert_array_equal(file[name], [np.asarray(mask) for mask in expected])
+    result = CliRunner().invoke(
+        main, ["convert", f"{tmp_path}/t.parquet", f"{tmp_path}/y.h5", "--mask-column", "none", "--json"]
+    )
+    assert json.loads(result.stdout)["shapes"][name] == [*SHAPE]
+
+
+def test_what_may_be_a_mask_is_asked_for(tmp_path: Path) -> None:
+    small = [mask.resize((WIDTH // 2, HEIGHT // 2), Image.Resampling.NEAREST) for mask in PALETTE]
+    colours = [mask.convert("RGB") for mask in PALETTE]
+    options: dict[str, Any] = {"size": (6, 6), "fit": "crop", "workers": 0}
+    for fields, reason in (
+        ({"field0": PHOTO, "field1": small}, "'field1' looks like a mask, but is 6 x 9 where 'field0' is 12 x 18"),
+        ({"field0": PHOTO, "field1": colours}, "'field1' may be a mask in colours, which resizing would mix"),
+        ({"image": PHOTO, "label": PHOTO}, "'label' may be a mask in colours, which resizing would mix"),
+    ):
+        with pytest.raises(SourceError, match=rf"{reason}: .*--mask-column none \(in Python, mask_column=\(\)\)"):
+            h5chunk.convert(samples_of(fields), tmp_path / "z.h5", **options)
+        h5chunk.convert(samples_of(fields), tmp_path / "x.h5", mask_column=(), overwrite=True, **options)
+    report = h5chunk.convert(samples_of({"image": PHOTO, "label": colours}), tmp_path / "y.h5", workers=0)
+    assert report.shapes["label"] == SHAPE  # exact, as nothing is resized
 
 
 def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
