@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -189,6 +189,17 @@ def count_text(count: int, noun: str) -> str:
     """
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"
+
+
+def names_text(names: Iterable[object], limit: int = 8) -> str:
+    """Join names for a message, and replace all but the first ``limit`` by their number.
+
+    >>> names_text("abcde", limit=3), names_text(["a", "b"])
+    ('a, b, c and 2 more', 'a, b')
+    """
+    words = [printable(str(name)) for name in names]
+    more = f" and {len(words) - limit:,} more" if len(words) > limit else ""
+    return ", ".join(words[:limit]) + more
 
 
 def lost_by_fork(path: Path) -> FileError:

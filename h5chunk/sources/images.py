@@ -11,9 +11,10 @@ import PIL
 
 from h5chunk.errors import SampleError, SourceError, as_text, printable
 from h5chunk.source import OpenContext
-from h5chunk.sources.kinds import ImageOptions, ImageSourceOptions
+from h5chunk.sources.kinds import CellOptions, ImageOptions, ImageSourceOptions
 from h5chunk.sources.listing import Listing, ReportFound, list_tree, read_tree
 from h5chunk.sources.manifest import list_manifest, list_metadata
+from h5chunk.sources.options import flag_of
 from h5chunk.sources.pairs import LOSSY
 from h5chunk.sources.recognise import is_path, may_be_archive
 from h5chunk.sources.samples import IMAGES, LABELS, Samples
@@ -24,18 +25,19 @@ def list_source(
 ) -> Listing:
     """List the images of a source by a manifest, by Hugging Face's metadata in the source, or else by its folders.
 
-    Raises SourceError if the source cannot be listed, or has no table to choose ``columns`` from.
+    Raises SourceError if the source cannot be listed, or has no table to which an option applies.
     """
-    columns, masks = options.columns, options.mask_column
     if options.manifest is not None:
-        return list_manifest(options.manifest, source, columns, masks, report_found)
+        return list_manifest(source, options, report_found)
     tree = read_tree(source, report_found)
-    listing = list_metadata(tree, options.split_folders, columns, masks) if tree.tables else None
-    if listing is None and columns is not None:
+    listing = list_metadata(tree, options) if tree.tables else None
+    given = [name for name in ("columns", *CellOptions.names()) if name in options.non_defaults()]
+    if listing is None and given:
         raise SourceError(
-            f"{tree.label}: has neither a manifest nor a metadata.csv to choose columns from: leave out --columns"
+            f"{tree.label}: has neither a manifest nor a metadata.csv to which {flag_of(given[0])} applies: leave out "
+            "the option, or pass the table (--manifest)"
         )
-    return listing or list_tree(tree, options.split_folders, masks)
+    return listing or list_tree(tree, options.split_folders, options.mask_column)
 
 
 class ImageSource(Samples):
@@ -66,8 +68,9 @@ class ImageSource(Samples):
         recorded: dict[str, Any] = {"split_folders": options.split_folders}
         if options.manifest is None and "split" in listing.columns:
             recorded["split_folders"] = "yes"
-        if options.columns is not None:
-            recorded["columns"] = options.columns
+        for name in ("columns", *CellOptions.names()):
+            if name in options.non_defaults():
+                recorded[name] = getattr(options, name)
         decoding = ImageOptions(**{name: getattr(options, name) for name in ImageOptions.names()})
         images = cls(listing, decoding, **recorded)
         images.check_parts(context.skips_bad_samples)

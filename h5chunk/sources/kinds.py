@@ -180,7 +180,28 @@ class KeyedOptions(Options):
 
 
 @dataclass(frozen=True)
-class ImageSourceOptions(ImageOptions, ColumnOptions):
+class CellOptions(Options):
+    """Options for reading the cells of text."""
+
+    heading: ClassVar[str] = "Delimited text"
+
+    encoding: str | None = option(None, "Encoding of the text, such as latin-1.", metavar="NAME", shown_default="utf-8")
+    text_columns: tuple[str, ...] | None = option(
+        None, "Columns to read as text although all their cells look like numbers, such as hashes.", metavar="A[,B]"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            "1".encode(self.encoding or "utf-8")
+        except LookupError:
+            raise OptionError(
+                f"encoding is {self.encoding!r}: pass an encoding that Python supports, such as latin-1"
+            ) from None
+
+
+@dataclass(frozen=True)
+class ImageSourceOptions(ImageOptions, CellOptions, ColumnOptions):
     """Options for reading a folder or an archive of images."""
 
     manifest: str | os.PathLike[str] | None = option(
@@ -206,7 +227,7 @@ class ImageSourceOptions(ImageOptions, ColumnOptions):
 
 
 @dataclass(frozen=True)
-class TextOptions(Options):
+class TextOptions(CellOptions):
     """Options for reading delimited text."""
 
     heading: ClassVar[str] = "Delimited text"
@@ -227,7 +248,6 @@ class TextOptions(Options):
         None, "Decimal mark.", choices=(".", ","), shown_default="detected in tables, otherwise a point"
     )
     comment: str | None = option(None, "Skip lines that begin with MARK.", metavar="MARK")
-    encoding: str | None = option(None, "Encoding of the text, such as latin-1.", metavar="NAME", shown_default="utf-8")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -235,12 +255,6 @@ class TextOptions(Options):
             raise OptionError("comment is empty: pass the characters at the beginning of comment lines, such as '#'")
         if self.separator is not None and (not self.separator or set(self.separator) & set('"\r\n')):
             raise OptionError(f"separator is {self.separator!r}: pass characters such as ';' or '::', tab or space")
-        try:
-            "1".encode(self.encoding or "utf-8")
-        except LookupError:
-            raise OptionError(
-                f"encoding is {self.encoding!r}: pass an encoding that Python supports, such as latin-1"
-            ) from None
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ The type of a column is determined after all rows have been read; until then, it
 
 | column | becomes |
 | --- | --- |
-| 0 and 1 only | uint8 |
+| 0 and 1, or true and false, only | uint8 |
 | -1 and 1 only (CelebA) | int8 |
-| integers | int64; strings if one of them does not fit |
-| numbers, inf, nan | float64 |
+| integers | int64, or uint64 if all fit only that; strings if one of them does not fit |
+| numbers, inf, nan | float64, unless digits of an integer would be lost: this is an error |
 | paths of images in the source | a field of images |
 | anything else | UTF-8 strings of fixed length, at most 4096 bytes |
 | ``label`` or ``labels``, as strings | ``labels``, int64, with the sorted strings as class names |
@@ -23,7 +23,6 @@ import io
 import math
 import os
 import posixpath
-import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,11 +32,13 @@ from pathlib import Path
 
 import numpy as np
 
-from h5chunk.errors import OptionError, SourceError, as_text, count_text, printable
+from h5chunk.errors import OptionError, SourceError, as_text, count_text, names_text, printable
 from h5chunk.source import ENDS_IN_NULL, Names
+from h5chunk.sources.cells import LostDigitsError, typed
 from h5chunk.sources.container import Container, Folder, open_archive
+from h5chunk.sources.kinds import ImageSourceOptions
 from h5chunk.sources.listing import EXTENSIONS, Listing, ReportFound, Tree, check_source, sort_and_label
-from h5chunk.sources.manifest_table import NESTED, Table
+from h5chunk.sources.manifest_table import NESTED, Table, not_utf8
 from h5chunk.sources.masks import MASK_FIELDS
 from h5chunk.sources.pairs import Directory
 from h5chunk.stamp import stamp_of
@@ -48,34 +49,32 @@ LABEL_COLUMNS = ("labels", "label")
 RESERVED = ("images", "h5chunk")
 MAX_STRING_BYTES = 4096
 PACKED_ROWS = 4096  # rows that are packed, and reported as progress, at a time
-WHOLE = re.compile(rb"[+-]?[0-9]+")
+MAX_NAMES = 12  # maximum number of columns that a remedy lists
 
 Find = Callable[[bytes], int | None]  # returns the index of a path in the archive (-1 in a folder); None if missing
 
 
 def list_manifest(
-    manifest: str | os.PathLike[str],
     source: str | os.PathLike[str],
-    columns: Sequence[str] | None = None,
-    masks: Sequence[str] | None = None,
+    options: ImageSourceOptions,
     report_found: ReportFound = lambda count: None,
 ) -> Listing:
-    """List the images of a manifest, in its order, with its columns as fields.
+    """List the images of the manifest in ``options``, in its order, with its columns as fields.
 
     Paths are relative to the source. They are read from the first column whose name is in `PATH_COLUMNS`, or else from
-    the first column. ``columns`` are the names of the other columns to keep (None: all), and ``masks`` those of the
-    columns with paths of masks (None: mask and masks). Raises SourceError if the manifest or a path is invalid, and
-    OptionError if a column does not exist.
+    the first column. Raises SourceError if the manifest or a path is invalid, and OptionError if a column does not
+    exist.
     """
-    path, source = Path(manifest), Path(source)
+    assert options.manifest is not None
+    path, source = Path(options.manifest), Path(source)
     check_source(path)
     if not path.is_file():  # opening a pipe would block
         raise SourceError(f"{printable(path)}: is not a regular file: pass a table as a file")
     try:
-        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        with path.open("rb") as file:
             before = stamp_of(file.fileno())
-            table = Table(printable(path), path.name, file)
-            cells = _Cells(table, columns, masks, printable(source))
+            table = Table(printable(path), path.name, file, options.encoding)
+            cells = _Cells(table, options, printable(source))
             report_found(0)
             check_source(source)
             container, find = _open_source(source)
@@ -103,9 +102,7 @@ def _open_source(source: Path) -> tuple[Container, Find]:
     return container, {posixpath.normpath(name): i for name, i in members if not name.endswith(b"/")}.get
 
 
-def list_metadata(
-    tree: Tree, split_folders: str, columns: Sequence[str] | None, masks: Sequence[str] | None
-) -> Listing | None:
+def list_metadata(tree: Tree, options: ImageSourceOptions) -> Listing | None:
     """List the images that Hugging Face's tables of metadata name; None if no table has a column ``file_name``."""
     numbers = {
         posixpath.join(folder, file): number
@@ -115,14 +112,13 @@ def list_metadata(
     cells: _Cells | None = None
     for path, number in sorted(tree.tables):
         label = f"{tree.label}: {printable(path)}"
-        text = io.TextIOWrapper(io.BytesIO(tree.container.read(number, path)), "utf-8-sig", "surrogateescape", "")
-        table = Table(label, as_text(path), text)
+        table = Table(label, as_text(path), io.BytesIO(tree.container.read(number, path)), options.encoding)
         if not any(name.endswith(FILE_NAME) for name in table.columns):
             tree.ignored.append(f"{printable(path)}, which has no column {FILE_NAME!r}")
             continue
-        cells = cells or _Cells(table, columns, masks, tree.label)
+        cells = cells or _Cells(table, options, tree.label)
         cells.read(table, numbers.get, posixpath.dirname(path), lambda count: None)
-    return None if cells is None else _list_named_images(tree, cells, numbers, split_folders)
+    return None if cells is None else _list_named_images(tree, cells, numbers, options.split_folders)
 
 
 def _list_named_images(tree: Tree, cells: _Cells, numbers: dict[bytes, int], split_folders: str) -> Listing:
@@ -167,19 +163,22 @@ class _ImageColumn:
 class _Cells:
     """The cells of one or more tables with the same columns. Paths are kept as names, other cells as packed bytes."""
 
-    def __init__(self, table: Table, columns: Sequence[str] | None, masks: Sequence[str] | None, source: str) -> None:
+    def __init__(self, table: Table, options: ImageSourceOptions, source: str) -> None:
         self._table, self._source, self.columns = table, source, table.columns
-        self._masks = MASK_FIELDS if masks is None else masks
+        self._texts = options.text_columns or ()
+        self._masks = MASK_FIELDS if options.mask_column is None else options.mask_column
         _check_columns(table)
         names = [name.lower() for name in self.columns]
         usual = [i for i, name in enumerate(names) if name in PATH_COLUMNS]
         usual += [i for i, name in enumerate(names) if name.endswith(FILE_NAME)]
         self._path_column = usual[0] if usual else 0
-        self._kept = self._choose(self.columns if columns is None else columns, masks or ())
+        chosen = self.columns if options.columns is None else options.columns
+        self._kept = self._choose(chosen, options.mask_column or ())
+        self._check_exists(self._texts)
         self.images: dict[int, _ImageColumn] = {}
         self.paths = Names()
         self._numbers = array("q")
-        self._rows: list[list[str]] = []
+        self._rows: list[tuple[int, list[str]]] = []  # line numbers and cells
         self._packed: dict[int, list[np.ndarray]] = {i: [] for i in self._kept}
 
     @property
@@ -193,11 +192,14 @@ class _Cells:
     def _choose(self, *names: Sequence[str]) -> list[int]:
         """Return the indices of the columns with these names, other than the column of paths."""
         requested = list(chain(*names))
-        for name in requested:
-            if name not in self.columns and f"{name}_{FILE_NAME}" not in self.columns:
-                raise OptionError(f"{self._table.label}: has no column {name!r}: it has {', '.join(self.columns)}")
+        self._check_exists(requested)
         kept = (i for i, name in enumerate(self.columns) if name in requested or _field_of(name) in requested)
         return [i for i in kept if i != self._path_column]
+
+    def _check_exists(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self.columns and f"{name}_{FILE_NAME}" not in self.columns:
+                raise OptionError(f"{self._table.label}: has no column {name!r}: it has {names_text(self.columns)}")
 
     def read(self, table: Table, find: Find, folder: bytes, report_found: ReportFound) -> None:
         """Read the rows of a table with paths relative to ``folder``."""
@@ -215,7 +217,7 @@ class _Cells:
             self.paths.append(self._path(table, line, row[self._path_column], find, folder, self._numbers))
             for i, column in self.images.items():
                 column.paths.append(self._path(table, line, row[i], find, folder, column.numbers))
-            self._rows.append(row)
+            self._rows.append((line, row))
             if len(self._rows) == PACKED_ROWS:
                 self._pack()
                 report_found(len(self.paths))
@@ -231,8 +233,10 @@ class _Cells:
 
     def _drop_remedy(self, column: int) -> str:
         """Return advice on how to leave out a column, for error messages."""
-        others = ",".join(self.columns[i] for i in self._kept if i != column)
-        return f"drop the column (--columns {printable(others)})" if others else "drop the column"
+        others = [self.columns[i] for i in self._kept if i != column]
+        if len(others) > MAX_NAMES:
+            return "drop the column (name all others: --columns A,B,...)"
+        return f"drop the column (--columns {printable(','.join(others))})" if others else "drop the column"
 
     def _find_images(self, row: list[str], find: Find, folder: bytes) -> None:
         """Find the columns with paths of images or masks, from the first row."""
@@ -253,16 +257,19 @@ class _Cells:
             raise table.error(line, f"path {printable(path)} is outside of the source: pass paths inside it")
         number = find(path)
         if number is None:
-            raise table.error(
-                line, f"{printable(path)} does not exist in {self._source}: correct the path, or remove the line"
-            )
+            problem = not_utf8(cell)
+            remedy = f"or, as {problem}" if problem else "or remove the line"
+            raise table.error(line, f"{printable(path)} does not exist in {self._source}: correct the path, {remedy}")
         numbers.append(number)
         return path
 
     def _pack(self) -> None:
         """Move the rows that were read since the last call into one array of bytes per column."""
         for i in (i for i in self._kept if i not in self.images):
-            cells = [as_text(row[i]).encode() for row in self._rows]
+            for line, row in self._rows:
+                if problem := not_utf8(row[i]):
+                    raise self._table.error(line, f"column {self.columns[i]!r}: {problem}")
+            cells = [row[i].encode() for _, row in self._rows]
             longest = max(map(len, cells), default=0)
             if any(cell.endswith(b"\0") for cell in cells):
                 value = next(cell for cell in cells if cell.endswith(b"\0"))
@@ -282,13 +289,18 @@ class _Cells:
         packed = {self.columns[i]: parts for i, parts in self._packed.items() if i not in self.images}
         label = next((name for name in packed if name.lower() in LABEL_COLUMNS), None)
         for name, parts in packed.items():
-            values = _typed(np.concatenate(parts))[order]
+            words = np.concatenate(parts)
+            try:
+                values = words if name in self._texts else typed(name, words)
+            except LostDigitsError as error:
+                raise SourceError(f"{self._table.label}: column {name!r} {error}") from None
             if name == label:
                 name = "labels"
-                if values.dtype.kind == "S":
-                    classes, values = np.unique(values, return_inverse=True)
+                if values.dtype.kind == "S" or values.dtype == np.uint64:
+                    classes, values = np.unique(words, return_inverse=True)
                     listing.class_names = [as_text(word) for word in classes.tolist()]
                 values = values if values.dtype.kind == "f" else values.astype(np.int64)
+            values = values[order]
             if name in listing.columns:
                 raise SourceError(f"two columns would become the field {name!r}: rename one of them")
             listing.columns[name] = values
@@ -310,6 +322,8 @@ def _field_of(column: str) -> str:
 def _check_columns(table: Table) -> None:
     """Raise SourceError if a column name is missing, duplicated, or not a valid field name."""
     line, columns = table.first_line, table.columns
+    for problem in filter(None, map(not_utf8, columns)):
+        raise table.error(line, f"the header {problem}")
     if not columns or not all(columns):
         raise table.error(line, "the header must name every column")
     twice = [name for name, count in Counter(columns).items() if count > 1]
@@ -325,21 +339,3 @@ def _check_columns(table: Table) -> None:
             )
         if name in RESERVED:
             raise table.error(line, f"column {name!r} has a name that is reserved for other data: rename it")
-
-
-def _typed(words: np.ndarray) -> np.ndarray:
-    """Convert the cells of a column, (n,) bytes, to numbers if all of them are numbers."""
-    if b"_" in words.tobytes():  # Python would accept 1_000 as a number
-        return words
-    try:
-        numbers = words.astype(np.int64)
-    except (ValueError, OverflowError):
-        try:
-            floats = words.astype(np.float64)
-        except ValueError:
-            return words
-        return words if all(map(WHOLE.fullmatch, words.tolist())) else floats
-    for small, values in ((np.uint8, (0, 1)), (np.int8, (-1, 1))):
-        if np.isin(numbers, values).all():
-            return numbers.astype(small)
-    return numbers

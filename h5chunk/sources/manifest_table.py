@@ -1,4 +1,4 @@
-"""Read the rows of a manifest: .csv, .tsv, JSON lines, or a list in the format of CelebA.
+"""Read the rows of a manifest: .csv, .tsv, JSON lines, or a list in the format of CelebA, also compressed.
 
 A CelebA list starts with a line with the number of images, and with a header that omits the column of paths; the cells
 of its rows are separated by blanks. JSON lines have an object per line, and all objects have the same keys.
@@ -7,39 +7,79 @@ of its rows are separated by blanks. JSON lines have an object per line, and all
 from __future__ import annotations
 
 import csv
+import io
 import json
+import lzma
+import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any, TextIO
+from typing import IO, Any
 
-from h5chunk.errors import SourceError, count_text
+from h5chunk.errors import SourceError, as_text, count_text
+from h5chunk.sources.matrix.text import NOT_UTF8, unpacker
+from h5chunk.sources.recognise import HEAD_BYTES, PACKINGS, UTF16_MARKS
 
 MAX_LINE = 1 << 20  # characters
+KINDS = "a manifest is a .csv, .tsv or .jsonl file (JSON lines: one object per line), which may be compressed"
 NESTED = "\0"  # replaces a JSON value that is a list or an object
 
 Rows = Iterator[tuple[int, list[str]]]  # line numbers and cells
 
 
 class Table:
-    """The columns and rows of an open manifest. Messages call it ``label``; ``name`` is its file name."""
+    """The columns and rows of an open manifest. Messages call it ``label``; ``name`` is its file name.
 
-    def __init__(self, label: str, name: str, file: TextIO) -> None:
-        self.label, self._file = label, file
+    Without ``encoding``, bytes that are not UTF-8 become lone surrogates, because paths may contain any bytes.
+    """
+
+    def __init__(self, label: str, name: str, raw: IO[bytes], encoding: str | None = None) -> None:
+        self.label, self._encoding = label, encoding
+        self._file = self._open(raw)
         self.declared: int | None = None  # number of rows that the first line of a CelebA list declares
         self.first_line = 1  # number of the header line
         lines = self._read_lines()
-        if name.lower().endswith(".jsonl"):
-            self.columns, self._rows = self._open_json(lines)
-            return
+        stem, suffix = os.path.splitext(name.lower())
+        suffix = os.path.splitext(stem)[1] if suffix in PACKINGS else suffix
         first, second = next(lines, ""), next(lines, "")
+        is_json = first.lstrip()[:1] in ("{", "[") and suffix not in (".csv", ".tsv")
+        if suffix == ".jsonl" or (is_json and second.lstrip().startswith("{")):
+            self.columns, self._rows = self._open_json(chain([first, second], lines))
+            return
+        if is_json:
+            raise self.error(1, f"is JSON: {KINDS}")
         if first.strip().isdecimal() and len(first) < 20 and second.strip() and "," not in second:  # a CelebA list
             self.columns, self.declared, self.first_line = ["path", *second.split()], int(first), 2
             self._rows = ((number, line.split()) for number, line in enumerate(lines, 3))
             return
-        delimiter = "\t" if name.lower().endswith(".tsv") else next((mark for mark in ",;\t" if mark in first), ",")
+        delimiter = "\t" if suffix == ".tsv" else next((mark for mark in ",;\t" if mark in first), ",")
         self.columns = [name.strip() for name in next(csv.reader([first], delimiter=delimiter), [])]
         self._rows = self._delimited(chain([second], lines), delimiter)
+
+    def _open(self, raw: IO[bytes]) -> io.TextIOWrapper:
+        """Open the text, which may be compressed. Raises SourceError unless its beginning is text."""
+        unpack = unpacker(raw.read(8))[1]
+        raw.seek(0)
+        head = self._checked(lambda: unpack(raw).read(HEAD_BYTES))
+        raw.seek(0)
+        encoding = self._encoding or ("utf-16" if head.startswith(UTF16_MARKS) else None)
+        if b"\0" in head and encoding is None:
+            raise SourceError(f"{self.label}: is not text: {KINDS}; or pass its encoding, such as --encoding utf-16-le")
+        return io.TextIOWrapper(unpack(raw), encoding or "utf-8-sig", "strict" if encoding else "surrogateescape", "")
+
+    def _checked(self, read: Any) -> Any:
+        """Return ``read()``, and convert errors of reading and decoding to SourceError."""
+        try:
+            return read()
+        except UnicodeError as error:
+            encoding = self._encoding or "utf-16"
+            raise SourceError(
+                f"{self.label}: is not text in the encoding {encoding}: {error}: pass another (--encoding)"
+            ) from None
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            problem = getattr(error, "strerror", None) or str(error) or "it is cut short"
+            raise SourceError(f"{self.label}: cannot be read: {problem}") from None
 
     def error(self, line: int, problem: str) -> SourceError:
         """Return an error that names the file and a line."""
@@ -47,7 +87,8 @@ class Table:
 
     def _read_lines(self) -> Iterator[str]:
         """Yield the lines of the file. Raises SourceError for a line of more than `MAX_LINE` characters."""
-        for number, line in enumerate(iter(partial(self._file.readline, MAX_LINE + 1), ""), 1):
+        read = partial(self._file.readline, MAX_LINE + 1)
+        for number, line in enumerate(iter(partial(self._checked, read), ""), 1):
             if len(line) > MAX_LINE:
                 raise self.error(number, f"is longer than {MAX_LINE} characters: check that the file is a table")
             yield line
@@ -82,7 +123,7 @@ class Table:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    values = json.loads(line)
+                    values = json.loads(line, parse_float=str)  # digits as they are written
                 except (ValueError, RecursionError) as error:
                     raise self.error(number, f"is not JSON: {error}") from None
                 if not isinstance(values, dict):
@@ -109,3 +150,13 @@ def _text(value: Any) -> str:
     if isinstance(value, (list, dict)):
         return NESTED
     return str(int(value)) if isinstance(value, bool) else json.dumps(value)
+
+
+def not_utf8(cell: str) -> str:
+    """Return the problem with a cell or a name that UTF-8 cannot encode, for messages; "" if there is none."""
+    try:
+        cell.encode()
+    except UnicodeEncodeError as error:
+        is_byte = "\udc80" <= cell[error.start] <= "\udcff"
+        return f"{as_text(cell[:60])!r} is {NOT_UTF8 if is_byte else 'not valid Unicode: correct it'}"
+    return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import typing
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 
 from h5chunk.errors import MAX_NUMBER, OptionError
 
+MAX_SHOWN = 200  # characters of a value that a message shows
 ANYTHING: tuple[Any, str] = (object, "")
 KINDS: dict[Any, tuple[Any, str]] = {  # by the annotation of an option: the type of its values, and words for it
     int: (Integral, "a whole number"),
@@ -59,7 +61,9 @@ class Options:
             if value is not field.default:
                 wrong = _why_wrong(value, hints[field.name], field.metadata)
                 if wrong:
-                    raise OptionError(f"{field.name} is {value!r}: pass {wrong}")
+                    shown = repr(value)
+                    shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
+                    raise OptionError(f"{field.name} is {shown}: pass {wrong}")
 
     @classmethod
     def heading_of(cls, name: str) -> str:
@@ -87,6 +91,8 @@ def _why_wrong(value: Any, hint: Any, metadata: Mapping[str, Any]) -> str:
     expected, description = KINDS.get(kind, ANYTHING) if {*others} <= {type(None)} else ANYTHING
     if not isinstance(value, expected) or (isinstance(value, bool) and expected in (Integral, Real)):
         return description
+    if metadata["is_path"] and not isinstance(value, (str, os.PathLike)):
+        return f"the path of a file, not an object of type {type(value).__name__} (which can be saved first)"
     if metadata["choices"] and value not in metadata["choices"]:
         return one_of(metadata["choices"])
     minimum, maximum = metadata["minimum"], metadata["maximum"]

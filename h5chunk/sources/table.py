@@ -35,6 +35,7 @@ import PIL
 from h5chunk.errors import OptionError, SampleError, SourceError, count_text, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import has_type, parquet, pyarrow
+from h5chunk.sources.cells import may_be_lost
 from h5chunk.sources.kinds import ImageOptions, TableOptions, TextOptions
 from h5chunk.sources.listing import EXTENSIONS
 from h5chunk.sources.matrix.dialect import is_number
@@ -197,7 +198,7 @@ class TableSource(Samples):
                 raise SourceError(f"{where} has {problem}: {remedy}")
             self._columns[name] = column()
         if array.null_count:
-            array = self._filled(name, array, where, remedy)
+            array = self._filled(path, name, array, where, remedy)
         try:
             self._columns[name].add(array)
         except (ValueError, SourceError) as error:
@@ -213,13 +214,19 @@ class TableSource(Samples):
             return f"leave it out (name all other columns: --columns A,B,...{kind})"
         return f"leave it out (--columns {printable(','.join(others))}{kind})"
 
-    def _filled(self, name: str, array: Any, where: str, remedy: str) -> Any:
+    def _filled(self, path: Path, name: str, array: Any, where: str, remedy: str) -> Any:
         """Fill the missing values of a column with NaN, or note the rows to skip.
 
         Raises SourceError, which starts with ``where`` and ends with ``remedy``, if the options allow neither.
         """
         is_whole, is_text = has_type(array.type, "integer", "boolean"), has_type(array.type, *TEXTS)
         if has_type(array.type, "floating") or (is_whole and self._options.missing == "nan"):
+            if is_whole and may_be_lost(array.cast(pyarrow.float64(), safe=False).drop_null().to_numpy()):
+                way = "" if is_parquet(path) else f"read the column as text (--text-columns {printable(name)}), "
+                raise SourceError(
+                    f"{where} has missing values, and integers that would be rounded, because columns with NaN are "
+                    f"float64: {way}fill the missing values, or {remedy}"
+                )
             self._gaps[name] = self._gaps.get(name, 0) + array.null_count
             return (array.cast(pyarrow.float64()) if is_whole else array).fill_null(math.nan)
         rows = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)) + self._num_rows
@@ -231,13 +238,24 @@ class TableSource(Samples):
         raise SourceError(f"{where} has no value in row {rows[0] - self._first_rows[-1]}: fill it, {advice}or {remedy}")
 
     def _concatenate(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
-        """Concatenate a column from all files. Raises SourceError if their common type cannot hold all integers."""
+        """Concatenate a column from all files. Raises SourceError if their common type cannot hold all values."""
+        is_text = not is_parquet(self._paths[0])
+        kinds = {part.dtype.kind for part in parts}
+        if len(kinds) > 1 and "S" in kinds:
+            remedy = f"read it as text (--text-columns {printable(name)})" if is_text else "use one type in all files"
+            raise SourceError(
+                f"{printable(self._paths[0])} and other files: column {name!r} has numbers in some files and text in "
+                f"others: {remedy}"
+            )
+        if kinds == {"i", "u"} and min(part.min(initial=0) for part in parts) >= 0:  # not float64
+            parts = [part.astype(np.uint64) for part in parts]
         values = np.concatenate(parts)
         for part in parts:
             if not _holds(values.dtype, part):
                 raise SourceError(
                     f"{printable(self._paths[0])} and other files: the common type of column {name!r}, {values.dtype}, "
                     f"cannot hold all its integers of type {part.dtype}: use one type for the column in all files"
+                    + (f", such as text (--text-columns {printable(name)})" if is_text else "")
                 )
         return values
 

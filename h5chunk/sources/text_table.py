@@ -4,7 +4,8 @@ Text whose lines are entries of a sparse matrix is read by `h5chunk.sources.matr
 
 | column | becomes |
 | --- | --- |
-| numbers | int64 or float64 |
+| numbers | int64, uint64 or float64 |
+| integers that do not fit 64 bits, and columns in ``text_columns`` | as strings |
 | strings, at most 50 distinct ones | categories |
 | other strings | strings |
 | a column without a name, as pandas and R write row names | a field called ``index`` |
@@ -20,19 +21,21 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from h5chunk.errors import SourceError, human_bytes, printable
+import numpy as np
+
+from h5chunk.errors import OptionError, SourceError, human_bytes, names_text, printable
 from h5chunk.sources.arrow import csv as arrow_csv
 from h5chunk.sources.arrow import pyarrow
+from h5chunk.sources.cells import WHOLE, LostDigitsError, check_floats, may_be_lost
 from h5chunk.sources.kinds import TableOptions, TextOptions
 from h5chunk.sources.matrix.columns import names_show_entries
 from h5chunk.sources.matrix.dialect import Dialect, dialect_of, is_number, num_comments
-from h5chunk.sources.matrix.text import TextFile
+from h5chunk.sources.matrix.text import TextFile, check_utf8
 from h5chunk.sources.recognise import has_suffix, text_lines
 
 SUFFIXES = (".csv", ".tsv", ".psv", ".dat", ".data", ".txt")
 MAX_ENTRY_COLUMNS = 4  # row, column, value and time
 HEAD_LINES = 100
-MAX_CATEGORIES = 50
 PIECE_BYTES = 16 << 20
 MISSING = ("", "?", "-", "NA", "N/A", "None", "null")
 DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
@@ -170,6 +173,7 @@ def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple
     data = io.BytesIO()
     for piece in text.pieces(PIECE_BYTES):
         lines = piece.data
+        check_utf8(text, piece)
         if options.comment:
             lines = b"".join(without_comments(lines.splitlines(keepends=True), options.comment))
         data.write(form.dialect.translate(lines))
@@ -177,8 +181,40 @@ def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple
             text.fail(f"is over {human_bytes(memory_bytes // 2)} of text: save it as .parquet, and convert that")
     if repeated := [name for name in form.names if form.names.count(name) > 1]:
         text.fail(f"two columns are called {printable(repeated[0])!r}: rename one of them")
+    for name in options.text_columns or ():
+        if name not in form.names:
+            raise OptionError(f"{printable(path)}: has no column {name!r}: it has {names_text(form.names)}")
+    table = _parse(data, form, dict.fromkeys(options.text_columns or (), pyarrow.string()))
+    for number, name in enumerate(form.names):
+        floats = table.column(number)
+        if floats.type == pyarrow.float64() and may_be_lost(floats.to_numpy()):
+            try:
+                table = table.set_column(number, name, _exact(data, form, name, floats.to_numpy()))
+            except LostDigitsError as error:
+                raise SourceError(f"{printable(path)}: column {name!r} {error}") from None
+    return table, form
+
+
+def _exact(data: io.BytesIO, form: TextTable, name: str, floats: np.ndarray) -> Any:
+    """Read a column of large numbers again: as integers, as text if they do not fit 64 bits, or else as ``floats``.
+
+    Raises `LostDigitsError` if float64 does not hold the numbers.
+    """
+    texts = _parse(data, form, {name: pyarrow.string()}, [name]).column(0)
+    cells = [(cell or "").replace(form.decimal, ".").encode() for cell in texts.to_pylist()]
+    if not all(map(WHOLE.fullmatch, filter(None, cells))):
+        check_floats(name, floats, cells)
+        return pyarrow.array(floats, from_pandas=True)
+    try:
+        return texts.cast(pyarrow.uint64())
+    except pyarrow.ArrowInvalid:
+        return texts
+
+
+def _parse(data: io.BytesIO, form: TextTable, types: dict[str, Any], columns: list[str] | None = None) -> Any:
+    """Parse lines as an Arrow table. ``types`` are those of columns whose type is not to be detected."""
     data.seek(0)
-    table = arrow_csv.read_csv(
+    return arrow_csv.read_csv(
         data,
         arrow_csv.ReadOptions(column_names=form.names, skip_rows=form.num_skipped),
         arrow_csv.ParseOptions(
@@ -187,12 +223,10 @@ def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple
             newlines_in_values=form.dialect.has_quotes,
         ),
         arrow_csv.ConvertOptions(
-            decimal_point=form.decimal, null_values=[*arrow_csv.ConvertOptions().null_values, *MISSING]
+            decimal_point=form.decimal,
+            null_values=[*arrow_csv.ConvertOptions().null_values, *MISSING],
+            strings_can_be_null=columns is not None,
+            column_types=types,
+            include_columns=columns,
         ),
     )
-    for field in table.schema:
-        if pyarrow.types.is_binary(field.type):
-            raise SourceError(
-                f"{printable(path)}: column {field.name!r} is not UTF-8: pass its encoding, such as --encoding latin-1"
-            )
-    return table, form

@@ -156,5 +156,5 @@ def test_other_tables_of_that_name(tmp_path: Path) -> None:
     assert converted(source).classes == ("a", "b")
     report = h5chunk.convert(source, tmp_path / "x.h5", workers=0, overwrite=True)
     assert report.ignored == ["metadata.csv, which has no column 'file_name'"]
-    with pytest.raises(SourceError, match=r"has neither a manifest nor a metadata\.csv .*: leave out --columns"):
+    with pytest.raises(SourceError, match=r"has neither a manifest nor a metadata\.csv .*--columns applies: leave out"):
         converted(source, columns=("key",))

@@ -353,3 +353,18 @@ def test_a_first_line_whose_cells_come_again_is_data(tmp_path):
 def test_two_columns_of_which_one_is_known(tmp_path):
     rows, columns, _ = entries(opened(tmp_path / "r.csv", b"film,user\n1,2\n"))
     assert (rows.tolist(), columns.tolist()) == ([2], [1])
+
+
+def test_digits_of_ids_and_values_are_kept_or_refused(tmp_path):
+    path, ids = tmp_path / "r.csv", ["10000169349117863715", "7"]
+    path.write_text(f"user,item,rating\n{ids[0]},2,1\n{ids[1]},3,4\n")
+    h5chunk.convert(path, tmp_path / "x.h5", text_columns=("user",), shuffle=False)
+    assert [str(name) for name in h5chunk.ChunkDataset(tmp_path / "x.h5").row_ids] == ids
+    with pytest.raises(OptionError, match="text_columns has 'rating', but only ids can be text, .*'user' and 'item'"):
+        h5chunk.convert(path, tmp_path / "y.h5", text_columns=("rating",))
+    path.write_text("user,item,rating\n1,2,9007199254740992\n1,3,9007199254740993\n")
+    with pytest.raises(SourceError, match=r"line 3: value 'rating' is '9007199254740993', which would be rounded"):
+        h5chunk.convert(path, tmp_path / "y.h5")
+    path.write_bytes("us\xe9r,item,rating\n1,2,1\n1,3,4\n".encode("latin-1"))
+    with pytest.raises(SourceError, match=r"line 1: a name of a column is not UTF-8: .* --encoding latin-1"):
+        h5chunk.convert(path, tmp_path / "y.h5", columns=("0", "item"))

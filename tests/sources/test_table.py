@@ -244,7 +244,11 @@ def test_texts_without_header_or_with_row_names(tmp_path: Path) -> None:
         ),
         (IRIS + b"1.5,2.5,3\n", {}, "cannot be read as a table: .*Expected 4 columns, got 3"),
         (b"a,b,a\n1.5,2.5,3.5\n", {}, "two columns are called 'a'"),
-        (IRIS + b"1.5,2.5,3,s\xe9tosa\n", {}, "column 'species' is not UTF-8"),
+        (
+            IRIS + b"1.5,2.5,3,s\xe9tosa\n",
+            {},
+            r"t\.csv, line 5: is not UTF-8: pass its encoding, such as --encoding latin-1",
+        ),
         (
             b"14,3,a,b\n" + b"1.5,2,3,4,5\n" * 3,
             {},
@@ -425,3 +429,43 @@ def test_a_loader_of_a_file_with_strings(tmp_path: Path) -> None:
         [(numbers,)] = loader
     assert sorted(numbers.tolist()) == [1.5, 2.5]
     assert h5chunk.ChunkDataset(tmp_path / "x.h5").fields == ("a", "word")
+
+
+def stored(tmp_path: Path, source: Path, *names: str, **options: Any) -> list[list[Any]]:
+    h5chunk.convert(source, tmp_path / "s.h5", shuffle=False, overwrite=True, **{"format": "table", **options})
+    return [read_back(tmp_path / "s.h5", [name])[name].tolist() for name in names]
+
+
+def test_digits_of_text_are_kept_or_the_column_must_be_read_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    ids = [10000169349117863715, 9007199254740993]
+    path.write_text(f"id,y\n{ids[0]},0\n{ids[1]},1\n")
+    assert stored(tmp_path, path, "id") == [ids]
+    path.write_text(f"id,y\n{ids[0]}0,0\n{ids[1]},1\n-1,0\n")
+    assert stored(tmp_path, path, "id") == [[f"{ids[0]}0".encode(), str(ids[1]).encode(), b"-1"]]
+    refused = {"68e51234": "beyond the range", "1e400": "beyond", "9007199254740993": "rounded to 9007199254740992"}
+    for cell, reason in refused.items():
+        path.write_text(f"id,y\n{cell},0\n0.5,1\n12345678,1\n")
+        with pytest.raises(SourceError, match=rf"column 'id' contains {cell}.*{reason}.*\(--text-columns id\)"):
+            stored(tmp_path, path)
+        assert stored(tmp_path, path, "id", text_columns=("id",)) == [[cell.encode(), b"0.5", b"12345678"]]
+    path.write_text("x,y\n1e300,0\ninf,1\n,1\n")
+    np.testing.assert_equal(stored(tmp_path, path, "x"), [[1e300, np.inf, np.nan]])
+    for missing, reason in (("error", "has no value in row 1"), ("nan", "integers that would be rounded, .*id")):
+        path.write_text(f"id,y\n{ids[1]},0\n,1\n0,1\n")
+        with pytest.raises(SourceError, match=reason):
+            stored(tmp_path, path, missing=missing)
+    with pytest.raises(OptionError, match="has no column 'ids': it has id, y"):
+        stored(tmp_path, path, text_columns=("ids",))
+
+
+def test_digits_in_several_texts(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.csv").write_text("id,x,y\n1,0.5,1\n2,1.5,2\n")
+    for other, kept in (("18446744073709551615", [1, 2, 2**64 - 1, 3]), ("x01", [b"1", b"2", b"x01", b"3"])):
+        (tmp_path / "data" / "b.csv").write_text(f"id,x,y\n{other},2.5,3\n3,0.5,9\n")
+        if other == "x01":
+            with pytest.raises(SourceError, match=r"'id' has numbers in some files .* \(--text-columns id\)"):
+                stored(tmp_path, tmp_path / "data")
+        texts = {"text_columns": ("id",)} if other == "x01" else {}
+        assert stored(tmp_path, tmp_path / "data", "id", **texts) == [kept]

@@ -23,9 +23,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from h5chunk.errors import count_text
+from h5chunk.errors import OptionError, count_text
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import byte_lengths, pyarrow, to_fixed_bytes
+from h5chunk.sources.cells import WHOLE, check_floats, may_be_lost
 from h5chunk.sources.kinds import DelimitedOptions
 from h5chunk.sources.matrix.block import Block
 from h5chunk.sources.matrix.columns import (
@@ -50,7 +51,7 @@ from h5chunk.sources.matrix.dialect import (
     num_comments,
     time_type,
 )
-from h5chunk.sources.matrix.text import MAX_ID_BYTES, TextSource, quote_line, read_columns
+from h5chunk.sources.matrix.text import MAX_ID_BYTES, NOT_UTF8, TextSource, quote_line, read_columns
 from h5chunk.sources.recognise import has_suffix, text_lines
 from h5chunk.sources.text_table import is_table
 
@@ -151,12 +152,19 @@ class DelimitedSource(TextSource):
         """Read ids as strings if the option ``columns`` declares this, or if too many sampled ids are not integers."""
         probes = [line for lines in self._text.probes(NUM_PROBES, PROBE_BYTES) for line in lines.split(b"\n")]
         probed = map(self._dialect.cells, filter(bytes.strip, probes))
+        ids, texts = [self._name(self._columns[part]) for part in PARTS[:2]], self._options.text_columns or ()
+        if unknown := set(texts).difference(ids, requested or ()):
+            raise OptionError(
+                f"text_columns has {min(unknown)!r}, but only ids can be text, which are in the columns "
+                f"{ids[0]!r} and {ids[1]!r}"
+            )
         sample = [*table, *(row for row in probed if len(row) == self._width)]
         for axis, part in enumerate(PARTS[:2]):
             cells = [row[self._columns[part]] for row in sample if row[self._columns[part]].strip()]
             has_words = sum(not is_whole(cell) for cell in cells) > MAX_BROKEN_PART * len(cells)
             name = requested[axis] if requested is not None else ""
             is_text = name.endswith(AS_STRING) and name not in (self.header or ())
+            is_text |= not {name, ids[axis]}.isdisjoint(texts)
             self._types[part] = pyarrow.string() if is_text or has_words else pyarrow.int64()
 
     def _find_header(self, table: list[list[bytes]], requested: tuple[str, ...] | None) -> list[str] | None:
@@ -168,6 +176,10 @@ class DelimitedSource(TextSource):
             names = ["", *names] if any(row[-1].strip() for row in below) else [*names, ""]
         if not self._has_header(names, below, requested):
             return None
+        if any(cell.decode("utf-8", "ignore").encode() != cell for cell in table[0]):
+            self._text.fail(
+                f"a name of a column is {NOT_UTF8}: {quote_line(b', '.join(table[0]))}", self.num_skipped + 1
+            )
         repeated = next((name for name in names if name and names.count(name) > 1), None)
         if repeated is not None:
             self._text.fail(f"two columns are called {repeated!r}: rename one", self.num_skipped + 1)
@@ -260,6 +272,10 @@ class DelimitedSource(TextSource):
                     raise pyarrow.ArrowInvalid("an id is empty or too long")
             if column.type == pyarrow.float64() and not np.isfinite(column.to_numpy()).all():
                 raise pyarrow.ArrowInvalid("a value or time is not finite")
+            if column.type == pyarrow.float64() and may_be_lost(column.to_numpy()):
+                number = next(number for part, number in self._columns.items() if columns[part] is column)
+                [cells] = read_columns(data, mark, quotes, self._width, {number: pyarrow.string()})
+                check_floats(self._name(number), column.to_numpy(), [cell.encode() for cell in cells.to_pylist()])
         return columns
 
     def _refuse_line(self, line: int, text: bytes) -> NoReturn:
@@ -291,7 +307,7 @@ class DelimitedSource(TextSource):
             if len(cell) > MAX_ID_BYTES:
                 self._text.fail(f"{name} takes {len(cell)} bytes but the limit for an id is {MAX_ID_BYTES}", line)
             if cell.decode("utf-8", "ignore").encode() != cell:
-                problem = "which is not UTF-8: pass its encoding, such as --encoding latin-1"
+                problem = f"which is {NOT_UTF8}"
         elif part == "time":
             is_right = is_number(cell) if kind == pyarrow.float64() else time_type([cell]) == kind
             problem = "" if is_right else "which is not in the format of the times above"
@@ -308,6 +324,11 @@ class DelimitedSource(TextSource):
                 row, column = (quote_line(cells[self._columns[axis]]) for axis in PARTS[:2])
                 self._text.fail(
                     f"{name} at row {row}, column {column} is {quote_line(cell)}: values must be finite", line
+                )
+            elif WHOLE.fullmatch(as_number) and int(as_number) != int(float(as_number)):
+                problem = (
+                    f"which would be rounded to {float(as_number):.17g}: if it is an id, name the columns of the row, the "
+                    "column and the value (--columns); otherwise write values with fewer digits"
                 )
         if problem:
             self._text.fail(f"{name} is {quote_line(cell)}, {problem}: {quote_line(text)}", line)

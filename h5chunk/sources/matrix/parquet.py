@@ -138,7 +138,11 @@ class ParquetEntries(SparseSource):
             if column.null_count:
                 row = rows_before + column.is_null().index(True).as_py()
                 raise SourceError(f"{where} has no value in row {row}: fill it, or leave the row out")
-            arrays[part] = _to_numpy(part, column, where, rows_before)
+            try:
+                arrays[part] = _to_numpy(part, column, where, rows_before)
+            except pyarrow.ArrowInvalid as error:
+                way = "convert the column to strings" if part in PARTS[:2] else "convert the column to smaller numbers"
+                raise SourceError(f"{where} has a number that would be changed ({error}): {way}") from None
         return Block(arrays["row"], arrays["column"], arrays.get("value"), arrays.get("time"))
 
 

@@ -25,6 +25,7 @@ from h5chunk.sources.arrow import csv, pyarrow
 from h5chunk.sources.matrix.block import RegularFile, SparseSource
 from h5chunk.sources.recognise import UTF16_MARKS
 
+NOT_UTF8 = "not UTF-8: pass its encoding, such as --encoding latin-1"
 UTF8_MARK = b"\xef\xbb\xbf"
 MAX_ID_BYTES = 256
 MAX_LINE_BYTES = 64 << 20  # a row of libsvm with five million entries
@@ -111,6 +112,11 @@ PACKINGS: dict[bytes, tuple[str, Callable[[Any], Any]]] = {  # name and opener o
 }
 
 
+def unpacker(start: bytes) -> tuple[str, Callable[[Any], Any]]:
+    """Return the name and the opener of the compression of a file whose first bytes are ``start``."""
+    return PACKINGS[max((magic for magic in PACKINGS if start.startswith(magic)), key=len)]
+
+
 class TextFile(RegularFile):
     """A text file, which may be compressed. UTF-8 and UTF-16 are detected, and other encodings must be passed."""
 
@@ -118,8 +124,7 @@ class TextFile(RegularFile):
         super().__init__(path)
         with self.reading() as raw:
             start = raw.read(8)
-        magic = max((magic for magic in PACKINGS if start.startswith(magic)), key=len)
-        self._packing, self._unpack = PACKINGS[magic]
+        self._packing, self._unpack = unpacker(start)
         self._encoding = encoding
         self._span = (0, self.num_bytes)  # the lines that begin in this range of bytes are read
         with self.reading() as raw, self._errors_with_line(lambda: 1):
@@ -247,6 +252,21 @@ class TextFile(RegularFile):
             self.fail(f"is not text in the encoding {self._encoding}: {error}: pass another (--encoding)", line())
         except OSError as error:
             self.fail(f"cannot be read: {error.strerror or error}", line())
+
+
+def check_utf8(text: TextFile, piece: Piece) -> None:
+    """Raise a SourceError that names the first line of a piece that is not UTF-8."""
+    if piece.data.isascii():
+        return
+    try:
+        piece.data.decode()
+    except UnicodeDecodeError as error:
+        before = piece.data.rfind(b"\n", 0, error.start) + 1
+        line = piece.data[before:].split(b"\n", 1)[0]
+        text.fail(
+            f"is {NOT_UTF8}: {quote_line(line)}",
+            piece.line + piece.data.count(b"\n", 0, error.start),
+        )
 
 
 class TextSource(SparseSource):

@@ -65,7 +65,10 @@ class _ChunkMaker:
         try:
             options = ImageOptions.of_recorded(header.options)
             splits = "auto" if manifest is not None else str(header.options.get("split_folders", "auto"))
-            columns = tuple(map(str, header.options.get("columns", ()))) or None
+            columns, texts = (
+                tuple(map(str, header.options.get(name, ()))) or None for name in ("columns", "text_columns")
+            )
+            encoding = header.options.get("encoding")
             appended = [
                 (int(record["first_index"]), str(record["fit"])) for record in header.options.get("appended", [])
             ]
@@ -75,7 +78,12 @@ class _ChunkMaker:
                 "source again"
             ) from None
         listed = ImageSourceOptions(
-            manifest=manifest, split_folders=splits, columns=columns, mask_column=options.mask_column
+            manifest=manifest,
+            split_folders=splits,
+            mask_column=options.mask_column,
+            columns=columns,
+            text_columns=texts,
+            encoding=None if encoding is None else str(encoding),
         )
         self._listing = list_source(source, listed)
         self.source = ImageSource(self._listing, options)
