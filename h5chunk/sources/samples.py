@@ -19,7 +19,7 @@ from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.masks import MASK_FIELDS, find_masks, look_at, may_have_masks
 from h5chunk.sources.options import Options
 
-IMAGES, LABELS, DATA = "images", "labels", "data"  # names of fields
+IMAGES, LABELS, DATA, SPLIT = "images", "labels", "data", "split"  # names of fields
 PROBES = 24  # number of images from which the average size in bytes is estimated
 MASK_PROBES = 4  # number of samples that show which images are masks
 

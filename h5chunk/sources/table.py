@@ -25,7 +25,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,8 @@ from h5chunk.sources.listing import EXTENSIONS
 from h5chunk.sources.matrix.dialect import is_number
 from h5chunk.sources.options import flag_of
 from h5chunk.sources.recognise import has_suffix, is_path, read_head
-from h5chunk.sources.samples import Samples, field_dtype
+from h5chunk.sources.samples import SPLIT, Samples, field_dtype
+from h5chunk.sources.splits import splits_of
 from h5chunk.sources.table_columns import MAX_CATEGORIES, TEXTS, Images, Values, storage_class
 from h5chunk.sources.text_table import SUFFIXES, is_table, may_be_entries, read_text_table
 from h5chunk.stamp import source_stamp
@@ -49,6 +52,7 @@ from h5chunk.stamp import source_stamp
 MAGIC = b"PAR1"
 SUFFIX = ".parquet"
 BATCH_ROWS = 1024
+DOCUMENTS = ("readme", "license", "dataset_info")  # beginnings of the names of files that are not data
 MAX_NAMES = 12  # maximum number of columns that a message lists
 MANY_COLUMNS = 30  # from this number on, numeric columns are probably the components of one vector
 NAMED_IMAGES = (
@@ -72,8 +76,11 @@ class TableSource(Samples):
     noun = "tables"
     Options = TableOptions
 
-    def __init__(self, paths: Sequence[Path], options: TableOptions, context: OpenContext) -> None:
+    def __init__(
+        self, paths: Sequence[Path], options: TableOptions, context: OpenContext, splits: Sequence[str] = ()
+    ) -> None:
         self._paths, self.decoding, self._options = paths, options, options
+        self._splits = splits  # of each file, if the names of the files tell it
         self._num_rows = 0
         self._first_rows: list[int] = []
         self._columns: dict[str, Any] = {}
@@ -112,6 +119,8 @@ class TableSource(Samples):
             for name, kind in self._dates.items()
         ]
         self.notes = [*self.notes, *gaps, *dates]
+        if self._splits and SPLIT not in self._columns:
+            self._add_splits()
         self.find_fields(self._skips)
 
     @classmethod
@@ -120,7 +129,8 @@ class TableSource(Samples):
 
     @classmethod
     def open(cls, source: Any, options: TableOptions, context: OpenContext) -> TableSource:
-        paths = tables_in(source) or [Path(source)]
+        folder, paths = Path(os.fsdecode(source)), tables_in(source) or [Path(source)]
+        splits = splits_of(folder, paths) if folder.is_dir() else []
         is_text = not is_parquet(paths[0])
         if is_text and context.is_guessed and may_be_entries(paths[0], options):
             raise OptionError(
@@ -133,10 +143,23 @@ class TableSource(Samples):
                 f"{flag_of(given[0])} applies only to text, but {printable(source)} is .parquet: leave out the option"
             )
         try:
-            return cls(paths, options, context)
+            return cls(paths, options, context, splits)
         except (OSError, pyarrow.ArrowException) as error:
             kind = "a table" if is_text else ".parquet"
             raise SourceError(f"{printable(source)}: cannot be read as {kind}: {printable(str(error))}") from None
+
+    def _add_splits(self) -> None:
+        """Add the column ``split``, which is not among the fields that are read by default, and a note."""
+        counts = np.diff([*self._first_rows, self._num_rows])
+        self.columns = {**self.columns, SPLIT: np.repeat(np.array([name.encode() for name in self._splits]), counts)}
+        rows = Counter[str]()
+        for name, count in zip(self._splits, counts.tolist(), strict=True):
+            rows[name] += count
+        self.notes = [
+            *self.notes,
+            f"the names of the files are splits: {', '.join(f'{name} ({count:,})' for name, count in rows.items())}: "
+            "the field 'split' has the split of each sample",
+        ]
 
     def _read(self, path: Path, options: TableOptions, context: OpenContext) -> None:
         """Append the rows of a .parquet file to the columns."""
@@ -328,7 +351,13 @@ class TableSource(Samples):
 
     def identity(self) -> tuple[dict[str, Any], tuple[bytes, ...]]:
         stamps = [source_stamp(path) for path in self._paths]
-        return {"kind": self.kind, "decoder": PIL.__version__, "options": vars(self.decoding), "stamps": stamps}, ()
+        return {
+            "kind": self.kind,
+            "decoder": PIL.__version__,
+            "options": vars(self.decoding),
+            "splits": self._splits,
+            "stamps": stamps,
+        }, ()
 
     def values(self, index: int) -> dict[str, Any]:
         if index in self._lacking:
@@ -337,15 +366,34 @@ class TableSource(Samples):
 
 
 def tables_in(source: Any) -> list[Path]:
-    """Return the .parquet files or text tables in a folder; an empty list if it contains anything else visible."""
+    """Return the .parquet files or text tables in a folder and its subfolders, sorted.
+
+    Returns an empty list if the folder contains any other file that is visible, except documents such as README.md.
+    """
     folder = Path(os.fsdecode(source))
-    if not folder.is_dir():
-        return []
-    files = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "_")))
-    if not files or not all(path.is_file() for path in files):
-        return []
-    are_texts = all(has_suffix(path, *SUFFIXES) for path in files) and is_table(files[0], read_head(files[0]))
-    return files if are_texts or all(path.suffix == SUFFIX for path in files) else []
+    files: list[Path] = []
+    suffixes: tuple[str, ...] = ()
+    for path in _visible_files(folder) if folder.is_dir() else ():
+        if path.name.lower().startswith(DOCUMENTS) or path.suffix == ".md":
+            continue
+        suffixes = suffixes or ((SUFFIX,) if path.suffix == SUFFIX else SUFFIXES)
+        if path.suffix != SUFFIX if suffixes == (SUFFIX,) else not has_suffix(path, *SUFFIXES):
+            return []
+        files.append(path)
+    files.sort()
+    return files if files and (suffixes == (SUFFIX,) or is_table(files[0], read_head(files[0]))) else []
+
+
+def _visible_files(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder one by one, because it may contain millions of images."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith((".", "_")):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _visible_files(folder / entry.name)
+            else:
+                yield folder / entry.name
 
 
 def is_parquet(path: Path) -> bool:

@@ -360,7 +360,7 @@ def test_digits_of_ids_and_values_are_kept_or_refused(tmp_path):
     path.write_text(f"user,item,rating\n{ids[0]},2,1\n{ids[1]},3,4\n")
     h5chunk.convert(path, tmp_path / "x.h5", text_columns=("user",), shuffle=False)
     assert [str(name) for name in h5chunk.ChunkDataset(tmp_path / "x.h5").row_ids] == ids
-    with pytest.raises(OptionError, match="text_columns has 'rating', but only ids can be text, .*'user' and 'item'"):
+    with pytest.raises(OptionError, match=r"text_columns has 'rating', but only ids can be text, .*'user' and 'item'"):
         h5chunk.convert(path, tmp_path / "y.h5", text_columns=("rating",))
     path.write_text("user,item,rating\n1,2,9007199254740992\n1,3,9007199254740993\n")
     with pytest.raises(SourceError, match=r"line 3: value 'rating' is '9007199254740993', which would be rounded"):

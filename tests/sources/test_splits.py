@@ -303,3 +303,60 @@ def test_what_cannot_be_a_file_for_each_split(tmp_path: Path, splits: Any, reaso
     with pytest.raises(OptionError, match="shards is 2 and split_files is True: use only one of them"):
         convert(data, tmp_path / "out", split_files=True, shards=2)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+@pytest.mark.parametrize("form", ["data/{}-00000-of-00002", "{}/0", "my_{}_2"])
+def test_splits_of_tables_are_in_the_names_of_files_or_folders(tmp_path: Path, suffix: str, form: str) -> None:
+    csv, parquet = pytest.importorskip("pyarrow.csv"), pytest.importorskip("pyarrow.parquet")
+    source = tmp_path / "source"
+    for split, rows in (("train", 6), ("test", 3)):
+        path = source / f"{form.format(split)}.{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table = pyarrow_table(x=np.arange(rows) + 0.5, y=[split] * rows, z=np.arange(rows))
+        (csv.write_csv if suffix == "csv" else parquet.write_table)(table, path)
+    (source / "README.md").write_text("A card.")
+    report = h5chunk.convert(source, tmp_path / "x.h5")
+    assert "splits: test (3), train (6): the field 'split'" in str(report) and h5chunk.verify(tmp_path / "x.h5").ok
+    dataset = h5chunk.ChunkDataset(tmp_path / "x.h5")
+    assert "split" not in dataset.fields
+    names = np.array(dataset.categories("y"))[dataset.values("y")]
+    assert dataset.values("split").tolist() == names.tolist()
+    h5chunk.convert(source, tmp_path / "files", split_files=True)
+    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == ["test.h5", "train.h5"]
+    assert len(h5chunk.ChunkDataset(tmp_path / "files" / "test.h5")) == 3
+
+
+def test_tables_of_which_only_some_are_splits(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    source = tmp_path / "source"
+    for name in ("en/train", "en/other", "fr/train"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pyarrow_table(x=[0.5, 1.5]), source / f"{name}.parquet")
+    with pytest.raises(SourceError, match=r"tables in several folders \(en/, fr/\), .*: convert each of these folders"):
+        h5chunk.convert(source, tmp_path / "x.h5")
+    with pytest.raises(
+        SourceError, match=r"train\.parquet has the name of a split, but other\.parquet has not: rename"
+    ):
+        h5chunk.convert(source / "en", tmp_path / "x.h5")
+    (source / "en" / "other.parquet").rename(source / "en" / "train_2.parquet")
+    h5chunk.convert(source / "en", tmp_path / "x.h5")
+    assert set(h5chunk.ChunkDataset(tmp_path / "x.h5").values("split")) == {"train"}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+def test_splits_of_ratings_are_not_merged(tmp_path: Path, suffix: str) -> None:
+    csv, parquet = pytest.importorskip("pyarrow.csv"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "r").mkdir()
+    for split in ("train", "test"):
+        table = pyarrow_table(user=[1, 2], item=[3, 4], rating=[1.5, 2.5])
+        (csv.write_csv if suffix == "csv" else parquet.write_table)(table, tmp_path / "r" / f"{split}.{suffix}")
+    with pytest.raises(SourceError, match=r"are the splits test, train, .* convert each of them alone"):
+        h5chunk.convert(tmp_path / "r", tmp_path / "x.h5")
+    h5chunk.convert(tmp_path / "r" / f"train.{suffix}", tmp_path / "train.h5")
+    options = {"ids_from": tmp_path / "train.h5", "keep_rows": True}
+    h5chunk.convert(tmp_path / "r" / f"test.{suffix}", tmp_path / "test.h5", **options)
+
+
+def pyarrow_table(**columns: Any) -> Any:
+    return pytest.importorskip("pyarrow").table(columns)

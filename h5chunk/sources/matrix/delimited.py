@@ -327,8 +327,8 @@ class DelimitedSource(TextSource):
                 )
             elif WHOLE.fullmatch(as_number) and int(as_number) != int(float(as_number)):
                 problem = (
-                    f"which would be rounded to {float(as_number):.17g}: if it is an id, name the columns of the row, the "
-                    "column and the value (--columns); otherwise write values with fewer digits"
+                    f"which would be rounded to {float(as_number):.17g}: if it is an id, name the columns of the "
+                    "row, the column and the value (--columns); otherwise write values with fewer digits"
                 )
         if problem:
             self._text.fail(f"{name} is {quote_line(cell)}, {problem}: {quote_line(text)}", line)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import JoinOptions
 from h5chunk.sources.matrix.block import Block, MemoryLimit, SparseSource
 from h5chunk.sources.recognise import has_suffix, is_path, read_head
+from h5chunk.sources.splits import refuse_splits
 
 TEXTS = (".csv", ".tsv", ".psv", ".dat", ".inter")  # a folder of only such files is read as one list of entries
 FILE = "file"
@@ -85,6 +87,8 @@ class SeveralFiles(SparseSource):
                 f"join is 'inner', but {printable(sources[0].path)} has ids, of which all are kept: pass outer, or "
                 "leave join out"
             )
+        if is_path(source) and os.path.isdir(source):
+            refuse_splits(Path(source), list(map(Path, paths)))
         return JoinedEntries(_shown(source), sources)
 
     def files(self) -> list[str]:

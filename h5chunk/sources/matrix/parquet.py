@@ -29,6 +29,7 @@ from h5chunk.sources.matrix.columns import (
 from h5chunk.sources.matrix.text import MAX_ID_BYTES
 from h5chunk.sources.options import one_of
 from h5chunk.sources.recognise import is_path
+from h5chunk.sources.splits import refuse_splits
 from h5chunk.sources.table import MAGIC, is_parquet, tables_in
 
 ROW_BYTES = 256  # bytes of memory per row while it is read
@@ -52,6 +53,8 @@ class ParquetEntries(SparseSource):
 
     def __init__(self, path: str, options: EntryOptions, context: OpenContext) -> None:
         self.path, self._paths = path, tables_in(path) or [Path(path)]
+        if len(self._paths) > 1:
+            refuse_splits(Path(path), self._paths)
         self.num_bytes = sum(RegularFile(file).num_bytes for file in self._paths)
         if not is_parquet(self._paths[0]):
             raise SourceError(f"{printable(path)}: is not a .parquet file: for entries in text, pass --format csv")
