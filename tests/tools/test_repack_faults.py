@@ -80,12 +80,12 @@ def refuse_group_of_our_name(file: h5py.File) -> str:
 
 def refuse_regions(file: h5py.File) -> str:
     file.attrs["region"] = file["images"].regionref[3:5]
-    return "attribute 'region' of 'the file' refers to regions of datasets, whose samples a shuffle would move"
+    return "'@region' refers to regions of datasets, whose samples a shuffle would move"
 
 
 def refuse_region_dataset(file: h5py.File) -> str:
     file["regions"] = np.array([file["images"].regionref[3:5]], h5py.regionref_dtype)
-    return "'regions' refers to regions of datasets, whose samples a shuffle would move"
+    return "'regions' (1 object) refers to regions of datasets, whose samples a shuffle would move"
 
 
 def refuse_columns(file: h5py.File) -> str:

@@ -99,7 +99,9 @@ def find_samples(
     label = printable(file.filename)
     beside = f"{GROUP}/".encode() if header is not None else b"\0"
     datasets = {path: facts for path, facts in survey.datasets.items() if not path.startswith(beside)}
-    excluded = {_named(datasets, name, label).path for name in options.keep}
+    kept = kept_paths(options)
+    _check_kept(kept, file, survey, label)
+    excluded = {path for path in datasets if any(path == each or path.startswith(each + b"/") for each in kept)}
     ragged = [
         group
         for group in (*_sparse_groups(file, survey, datasets, label), *_image_groups(file, datasets, header))
@@ -125,6 +127,23 @@ def find_samples(
     num_samples, main = mains[0] if mains else (0, "")
     others = [facts for facts in members if not facts.is_fixed_size]
     return Samples(num_samples, main, layouts, fields, others, ragged, anndata, [facts.name for facts in large])
+
+
+def kept_paths(options: RepackOptions) -> set[bytes]:
+    """Return the paths of the datasets and groups to copy unchanged, and ``OBJECT@ATTRIBUTE`` for attributes."""
+    return {os.fsencode(name).strip(b"/") for name in options.keep}
+
+
+def _check_kept(kept: set[bytes], file: h5py.File, survey: Survey, label: str) -> None:
+    """Raise FieldError if something to keep does not exist."""
+    paths = {node.path for node in survey.nodes if node.kind != "soft"}
+    for path in sorted(kept - paths):
+        item, _, attribute = path.rpartition(b"@")
+        known = not item or item in paths
+        if not known or attribute.decode("utf-8", "surrogateescape") not in file[item or b"/"].attrs:
+            raise FieldError(
+                f"{label}: has no dataset, group or attribute (OBJECT@ATTRIBUTE) {printable(path)!r}, which keep names"
+            )
 
 
 def _main_fields(

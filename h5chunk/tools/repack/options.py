@@ -31,8 +31,9 @@ class RepackOptions(WriteOptions):
     )
     keep: tuple[str, ...] = option(
         (),
-        "Dataset to copy unchanged, although its length is the number of samples (repeatable).",
-        metavar="DATASET",
+        "Dataset or group to copy unchanged, although its length is the number of samples, or because a shuffle does "
+        "not concern it; OBJECT@NAME for an attribute (repeatable).",
+        metavar="NAME",
         heading="Fields",
         repeatable=True,
     )

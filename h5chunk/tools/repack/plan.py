@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import h5py
 import numpy as np
-from h5py import h5a, h5d, h5o
+from h5py import h5d
 
 from h5chunk.errors import FileError, OptionError, human_bytes, printable
 from h5chunk.plan.repack import MemoryShares, memory_for_copying
@@ -18,14 +20,15 @@ from h5chunk.store.format.spec import GROUP, HEADER_BYTES, ArraySpec, FileSpec
 from h5chunk.store.hdf5.codecs import BLOSC, FLETCHER32, GZIP, LZF, SHUFFLE
 from h5chunk.store.hdf5.guard import check_filters, check_stored_size
 from h5chunk.store.rewrite.replica import CHECKSUMS, Filter, NewLayout
-from h5chunk.store.rewrite.survey import DatasetFacts, Survey, attribute_names, refers_to_regions
-from h5chunk.tools.repack.fields import Samples
+from h5chunk.store.rewrite.survey import DatasetFacts, Survey
+from h5chunk.tools.repack.fields import Samples, kept_paths
 from h5chunk.tools.repack.options import RepackOptions
+from h5chunk.tools.repack.order_check import find_dependent
 
 MIN_FILTERED_BYTES = 4 << 10  # compressing smaller chunks would save less space than their index needs
 COMPRESSIONS = ("none", "gzip", "lzf", "zstd", "lz4", "blosc")
 _LEVELS = {"gzip": (0, 9, 4), "zstd": (1, 22, 3)}  # minimum, maximum, default
-_REGIONS = "refers to regions of datasets, whose samples a shuffle would move: repack the file without shuffle"
+MAX_LISTED = 6  # objects that one message names
 SOURCE_INDEX = f"{GROUP}/source_index"
 TABLES = (
     ("source_index", "rows"),
@@ -239,8 +242,8 @@ def _table_moves(survey: Survey, samples: Samples) -> Iterator[Move]:
             yield Move(facts, NewLayout(None), kind, f"{GROUP}/source_name_ends".encode())
 
 
-def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator[str]:
-    """Raise OptionError if the file cannot be shuffled. Yield notes about data whose order will not change."""
+def check_shuffle(file: h5py.File, survey: Survey, samples: Samples, options: RepackOptions) -> None:
+    """Raise OptionError if a shuffle could separate anything in the file from its samples."""
     label = printable(file.filename)
     if samples.anndata:
         raise OptionError(
@@ -258,18 +261,20 @@ def check_shuffle(file: h5py.File, survey: Survey, samples: Samples) -> Iterator
                 f"{label}: {printable(group.path)!r} is a matrix in compressed columns, whose rows cannot be permuted: "
                 "write it as csr_matrix"
             )
-    for facts in survey.datasets.values():
-        if facts.has_region_references:
-            raise OptionError(f"{label}: {facts.name!r} {_REGIONS}")
-    for path in sorted(survey.paths.values()):
-        item = h5o.open(file.id, path or b"/")
-        for name in attribute_names(item):
-            attribute = h5a.open(item, name)
-            where = f"attribute {printable(name)!r} of {printable(path) or 'the file'!r}"
-            if refers_to_regions(attribute.get_type()):
-                raise OptionError(f"{label}: {where} {_REGIONS}")
-            if samples.num_samples > 1 and (attribute.shape or ())[:1] == (samples.num_samples,):
-                yield f"{where} has {samples.num_samples} values, one per sample, whose order is unchanged"
+    named = {os.fsencode(name).strip(b"/") for name in options.fields}
+    found = list(find_dependent(file, survey, samples, named, kept_paths(options)))
+    if not found:
+        return
+    shown = found[:MAX_LISTED]
+    listed = "; ".join(f"{each.name!r} {each.reason}" for each in shown)
+    more = f"; and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
+    remedies = ", ".join(dict.fromkeys(each.remedy or f"--keep {shlex.quote(each.name)}" for each in shown))
+    raise OptionError(
+        f"{label}: shuffle would move the {samples.num_samples} rows of {samples.main!r} (fields chooses other "
+        f"samples), but this may depend on their order: {listed}{more}. If something does not depend on it, copy it "
+        f"unchanged ({remedies}; a group stands for all in it). Otherwise leave out shuffle, or let "
+        "h5chunk.convert({name: array, ...}, path) shuffle arrays with one row per sample"
+    )
 
 
 def plan_header(

@@ -210,8 +210,12 @@ def _plan(
                 f"{samples.num_samples:,}"
             )
         if old is None and not options.fields and not options.chunks:
-            notes += keyed_note(survey, str(source.path))
-        notes += check_shuffle(source.file, survey, samples) if options.shuffle else []
+            keyed = keyed_note(survey, str(source.path))
+            if keyed and options.shuffle:
+                raise OptionError(f"{source.label}: {keyed[0]}; to shuffle the rows of one dataset, name it in fields")
+            notes += keyed
+        if options.shuffle:
+            check_shuffle(source.file, survey, samples, options)
         header = plan_header(old, survey, samples, options, source.label)
         return source, plan_moves(source.file, survey, samples, header, options, num_threads, notes)
 
