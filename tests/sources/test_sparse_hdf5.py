@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import odd_files as odd
 from support.damaged_chunks import no_imagecodecs
 from support.foreign import values
-from support.matrix_files import dense, write_10x, write_h5ad
+from support.matrix_files import anndata, dense, write_10x, write_h5ad
 from support.open_source import open_source
 
 import h5chunk
@@ -276,10 +276,90 @@ def test_a_file_that_changed_is_noticed(tmp_path):
         dense(source)
 
 
+WORDS = [f"é{i}" for i in range(40)]
+INDEXES = {
+    "objects": pandas.Index(WORDS),
+    "nullable": pandas.Index(WORDS, dtype="string"),
+    "arrow": pandas.Index(pandas.array(WORDS, dtype="string[pyarrow]")),
+    "categories": pandas.CategoricalIndex(WORDS),
+    "numbers": pandas.RangeIndex(40),
+}
+
+
+@pytest.mark.parametrize("form", INDEXES)
+def test_names_that_anndata_writes(tmp_path, form):
+    """Also as nullable strings, as pandas 3 has them: in the .h5ad itself, and after its conversion."""
+    obs = pandas.DataFrame(index=INDEXES[form])
+    obs["kind"] = pandas.Categorical(pandas.array(["a", "b"] * 20, dtype="string"))
+    obs["good"] = pandas.Categorical([True, False] * 20)
+    obs["note"] = pandas.array(WORDS, dtype="string") if form in ("nullable", "arrow") else 0
+    var = pandas.DataFrame(index=pandas.Index([*"abcdefg"], dtype=obs.index.dtype if form == "nullable" else object))
+    with anndata.settings.override(allow_write_nullable_strings=form in ("nullable", "arrow")):
+        path = write_h5ad(tmp_path / "m.h5ad", MATRIX, obs=obs, var=var)
+    h5chunk.convert(path, tmp_path / "m.h5", shuffle=False, values="float32")
+    for dataset in (h5chunk.ChunkDataset(path), h5chunk.ChunkDataset(tmp_path / "m.h5")):
+        assert dataset.row_ids.tolist() == INDEXES[form].astype(str).tolist() or form == "numbers"
+        assert dataset.column_ids.tolist() == [*"abcdefg"]
+    fields = ["X", "kind", "good", "note"]
+    dataset = h5chunk.ChunkDataset(tmp_path / "m.h5", fields=fields)
+    assert dataset.row_ids.tolist() == INDEXES[form].astype(str).tolist()
+    assert dataset.categories("kind").tolist() == ["a", "b"] and dataset.categories("good").tolist() == [
+        "False",
+        "True",
+    ]
+    assert [int(dataset[i][1]) for i in range(4)] == [0, 1, 0, 1] and [int(dataset[i][2]) for i in range(2)] == [1, 0]
+    assert form not in ("nullable", "arrow") or [dataset[i][3] for i in range(3)] == WORDS[:3]
+    direct = h5chunk.ChunkDataset(path, fields=["X", "obs/kind"])
+    assert direct.categories("obs/kind").tolist() == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("element", "attribute", "value", "problem"),
+    [
+        ("X", "encoding-version", "0.9", "X'?:? has AnnData's encoding 'csr_matrix' in version 0.9, but only 0.1.0"),
+        ("X", "encoding-type", "new", "X'?:? has AnnData's encoding 'new', which is not supported"),
+        ("obs", "encoding-version", "7", "obs'?:? has AnnData's encoding 'dataframe' in version 7, but only"),
+        ("obs/_index", "encoding-type", "packed", "obs/_index'?:? has AnnData's encoding 'packed', which is not"),
+        ("/", "encoding-version", "9", "has AnnData's encoding 'anndata' in version 9"),
+    ],
+)
+def test_unknown_encodings_of_anndata_are_refused(tmp_path, element, attribute, value, problem):
+    path = write_h5ad(tmp_path / "m.h5ad", MATRIX, obs=pandas.DataFrame({"n": 0, "m": 1}, index=WORDS))
+    with h5py.File(path, "a") as file:
+        file["obs/n"].attrs["encoding-type"] = "odd"
+    assert "has AnnData's encoding 'odd'" in open_source(path).ignored["n"]
+    with h5py.File(path, "a") as file:
+        file[element].attrs[attribute] = value
+    with pytest.raises(SourceError, match=problem):
+        h5chunk.convert(path, tmp_path / "x.h5", values="float32")
+    if element != "/":
+        with pytest.raises(FieldError, match=problem):
+            h5chunk.ChunkDataset(path, fields=["X"]).row_ids  # noqa: B018
+
+
+def test_names_that_are_missing_are_an_error(tmp_path):
+    index = pandas.Index([*WORDS[:-1], None], dtype="string")
+    with anndata.settings.override(allow_write_nullable_strings=True):
+        path = write_h5ad(tmp_path / "m.h5ad", MATRIX, obs=pandas.DataFrame(index=index))
+    with pytest.raises(SourceError, match=r"obs/_index: has missing values in 1 row: change these names in the source"):
+        h5chunk.convert(path, tmp_path / "x.h5", values="float32")
+    with pytest.raises(FieldError, match="'obs/_index' has no value in 1 row: fill them in the source"):
+        h5chunk.ChunkDataset(path).row_ids  # noqa: B018
+
+
+def test_elements_that_are_left_out_are_named(tmp_path):
+    obsm = {"protein": np.arange(80).reshape(40, 2)} | {f"X_{i}": np.zeros((40, 2)) for i in range(9)}
+    path = write_h5ad(tmp_path / "m.h5ad", MATRIX, obsm=obsm)
+    report = h5chunk.convert(path, tmp_path / "x.h5", values="float32")
+    assert any("obsm/X_0: only the matrix and obs are" in line for line in report.ignored)
+    assert "obsm: and 5 more" in report.ignored
+    assert h5chunk.ChunkDataset(path, fields=["obsm/protein"])[3][0].tolist() == [6, 7]
+
+
 def test_columns_are_no_option_of_anndata(tmp_path):
     with pytest.raises(
         OptionError,
-        match=r"--columns applies only to .*\(csv.*; .*m\.h5ad contains .*\(h5ad\)",
+        match=r"--columns applies only to .*\(joined, csv.*; .*m\.h5ad contains .*\(h5ad\)",
     ):
         open_source(write_h5ad(tmp_path / "m.h5ad", MATRIX), columns=("a", "b"))
 

@@ -366,18 +366,18 @@ H5AD: dict[str, tuple[Callable[[h5py.File], None], str]] = {
     "index": (changed("X/indices", 59, 10), "X/indices: column 10 in row .* is out of range: there are 10"),
     "indptr": (changed("X/indptr", 0, 1), "X/indptr starts with 1"),
     "NaN": (changed("X/data", 0, np.nan), "X/data: the value at row 0, column . is nan"),
-    "encoding": (lambda f: f["X"].attrs.__setitem__("encoding-type", "bsr"), "X: has the encoding 'bsr'"),
+    "encoding": (lambda f: f["X"].attrs.__setitem__("encoding-type", "bsr"), "X: has AnnData's encoding 'bsr'"),
     "shape": (lambda f: f["X"].attrs.__setitem__("shape", [20, 10, 3]), "'shape' must be two numbers"),
     "no shape": (lambda f: f["X"].attrs.__delitem__("shape"), "has no attribute 'shape'"),
     "rows": (lambda f: f["X"].attrs.__setitem__("shape", [21, 10]), "indptr has 21 numbers but must have 22"),
-    "names": (lambda f: put(f, "obs/_index", np.array([b"a"] * 19)), "obs/_index: has 19 names but the matrix has 20"),
+    "names": (lambda f: put(f, "obs/_index", np.array([b"a"] * 19)), "obs/_index: has 19 values but the matrix has 20"),
     "long names": (lambda f: put(f, "obs/_index", ["x" * 257] * 20), "string 0 has 257 bytes, but the limit is 256"),
     "no X": (lambda f: f.__delitem__("X"), "no matrix 'X'; it has no matrices"),
     "codes": (lambda f: categorical(f, 2), "code 2 of row 0 is out of range for 2"),
     "negative codes": (lambda f: categorical(f, -2), "code -2 of row 0 is out of range for 2"),
     "field": (
         lambda f: (put(f, "obs/n", np.arange(3)), f["obs"].attrs.__setitem__("column-order", ["n"])),
-        "obs/n: has 3 values but the matrix has 20 rows",
+        "obs/n: has 3 values but the matrix has 20",
     ),
 }
 

@@ -23,6 +23,7 @@ from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES
 from h5chunk.sources.matrix.block import MemoryLimit, RegularFile
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import count_unwritten, is_listed_wrongly, is_stored_as, list_chunks
+from h5chunk.store.hdf5.encodings import read_encoding
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.ranges import open_descriptor, read_bytes
@@ -80,6 +81,10 @@ class GuardedGroup:
         """Read an attribute with one string; return an empty string if it does not exist."""
         words = self.words(name)
         return words[0] if len(words) == 1 else ""
+
+    def encoding(self) -> str:
+        """Return AnnData's encoding of the group; an empty string if it has none. Raises SourceError if unsupported."""
+        return read_encoding(self._group, self.error)
 
     def numbers(self, name: str) -> np.ndarray | None:
         """Read an attribute with integers; return None if it does not exist."""
@@ -150,6 +155,10 @@ class GuardedDataset:
 
     def error(self, problem: str) -> SourceError:
         return SourceError(f"{self.name}: {problem}")
+
+    def encoding(self) -> str:
+        """Return AnnData's encoding of the dataset, as `GuardedGroup.encoding` does."""
+        return read_encoding(self._dataset, self.error)
 
     def _find_type(self) -> tuple[bool, np.dtype]:
         kind = self._dataset.id.get_type()

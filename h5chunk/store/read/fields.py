@@ -22,6 +22,7 @@ from h5chunk.plan.csr import plan_csr
 from h5chunk.store.format.header import CSR, DENSE, Header, check_values
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
 from h5chunk.store.hdf5.chunk_table import is_vlen
+from h5chunk.store.hdf5.encodings import read_encoding
 from h5chunk.store.hdf5.guard import Guard, small_attribute
 from h5chunk.store.hdf5.open import errors_as
 from h5chunk.store.hdf5.strings import read_words
@@ -178,6 +179,9 @@ def describe_field(
                 f"run h5chunk convert, which makes {column!r} a field"
             )
         raise _missing(file, path, dataset)
+    if isinstance(item, h5py.Group) and header is None:
+        where = f"{printable(path)}: {dataset!r}"
+        read_encoding(item, lambda problem: FieldError(f"{where} {problem}"))  # refuses unknown encodings
     if isinstance(item, h5py.Group) and item.id.links.exists(b"codes") and item.id.links.exists(b"categories"):
         dataset = f"{dataset}/codes"  # a categorical column of AnnData
         item = guard.find(file, dataset)
@@ -367,7 +371,7 @@ def _shape(group: h5py.Group, path: Path, where: str) -> tuple[int, int]:
     """Return the numbers of rows and columns of a matrix. Raises FieldError unless it is marked as CSR."""
     with errors_as(FileError, f"{where} has unreadable attributes"):
         words = [read_words(group, name, lambda problem: FileError(f"{where}: {problem}")) for name in KIND_ATTRIBUTES]
-    kind = next((strings[0] for strings in words if len(strings) == 1), "")
+        kind = next((strings[0] for strings in words if len(strings) == 1), "")
     if not kind and all(group.id.links.exists(part) for part in TENX_PARTS):
         return _tenx_shape(group, path, where)
     if kind not in ("csr_matrix", "csr"):

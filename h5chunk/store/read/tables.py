@@ -7,9 +7,18 @@ from collections.abc import Iterator, Sequence
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, TrustError, UnsupportedError, difference_text, printable
+from h5chunk.errors import (
+    FieldError,
+    FileError,
+    TrustError,
+    UnsupportedError,
+    count_text,
+    difference_text,
+    printable,
+)
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import in_child, limited_memory
+from h5chunk.store.hdf5.encodings import NULLABLE, read_encoding
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import errors_as, opened
 from h5chunk.store.hdf5.strings import MAX_STRING_BYTES, read_words
@@ -57,10 +66,8 @@ def _read_foreign_table(reader: H5Reader, name: str) -> np.ndarray | None:
             reader.check_unchanged()
             guard = Guard(reader.path, reader.trusted)
             for path in _table_paths(file, guard, name, reader.matrix.dataset if reader.matrix else ""):
-                item = guard.find(file, path)
-                if isinstance(item, h5py.Dataset):
-                    guard.check_field(item, path)
-                    return _values(item, f"{printable(reader.path)}: {path!r}")
+                if guard.find(file, path) is not None:
+                    return _values(file, guard, path)
         return None
 
     return in_child(read, lambda: printable(reader.path))
@@ -79,12 +86,28 @@ def _table_paths(file: h5py.File, guard: Guard, name: str, matrix: str) -> Itera
     table = "obs" if name == ROW_IDS else "raw/var" if matrix.startswith("raw/") else "var"
     group = guard.find(file, table)
     if isinstance(group, h5py.Group):
-        words = read_words(group, "_index", lambda problem: FileError(f"{printable(guard.path)}: {table!r}: {problem}"))
+        label = f"{printable(guard.path)}: {table!r}"
+        read_encoding(group, lambda problem: FieldError(f"{label} {problem}"))  # refuses unknown encodings
+        words = read_words(group, "_index", lambda problem: FileError(f"{label}: {problem}"))
         yield from (f"{table}/{word}" for word in (*words, "_index", "index"))
 
 
-def _values(item: h5py.Dataset, where: str) -> np.ndarray:
-    """Read a one-dimensional dataset of numbers or strings. Strings are returned as bytes."""
+def _values(file: h5py.File, guard: Guard, path: str) -> np.ndarray:
+    """Read numbers or strings, (n,), from a dataset or from AnnData's group of a column. Strings become bytes."""
+    where, item = f"{printable(guard.path)}: {path!r}", guard.find(file, path)
+    encoding = read_encoding(item, lambda problem: FieldError(f"{where} {problem}"))
+    if encoding in NULLABLE:
+        if num_missing := int(_values(file, guard, f"{path}/mask").sum()):
+            raise FieldError(f"{where} has no value in {count_text(num_missing, 'row')}: fill them in the source")
+        return _values(file, guard, f"{path}/values")
+    if encoding == "categorical":
+        codes, words = _values(file, guard, f"{path}/codes"), _values(file, guard, f"{path}/categories")
+        if codes.dtype.kind not in "iu" or not ((codes >= 0) & (codes < len(words))).all():
+            raise FieldError(f"{where} has rows without a category: fill them in the source")
+        return words[codes]
+    if not isinstance(item, h5py.Dataset):
+        raise FieldError(f"{where} is a group with the encoding {encoding!r}, in which no names are stored")
+    guard.check_field(item, path)
     if item.ndim != 1 or item.dtype.kind not in "biufSO":
         raise FieldError(f"{where} is {item.dtype} {item.shape}: names must be strings or numbers in one dimension")
     with errors_as(FileError, f"{where} is damaged"):
