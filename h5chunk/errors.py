@@ -24,6 +24,7 @@ class H5ChunkError(Exception):
         A message of several lines, used instead of ``args``. torch passes one with the traceback of a worker.
     """
 
+    report: Any = None  # the report of what a command did before the error, if it did something
     message = "(unset)"  # torch passes ``message`` by name to exception classes that have this attribute
 
     def __init__(self, *args: object, message: str | None = None) -> None:
@@ -80,9 +81,10 @@ class WorkerError(H5ChunkError, RuntimeError):
 
 
 class UtilisationError(H5ChunkError, AssertionError):
-    """The GPU utilisation of a training run is below the minimum that was passed to `h5chunk.doctor`."""
+    """The GPU utilisation of a training run is below the minimum that was passed to `h5chunk.doctor`, or unknown.
 
-    report: Any = None  # the `h5chunk.DoctorReport` of the run
+    The attribute ``report`` is the `h5chunk.DoctorReport` of the run.
+    """
 
 
 MAX_NUMBER = (1 << 63) - 1  # the largest int64

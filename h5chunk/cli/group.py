@@ -95,11 +95,29 @@ def run(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
     """
     options = {**more, **_given_options()}
     quiet, as_json = options.pop("quiet", False), options.pop("as_json", False)
-    with progress_bar(quiet) as progress:
-        result = call(*arguments, progress=progress, **options)
-    if as_json or not quiet:
-        click.echo(result.to_json() if as_json else str(result))
-    return result
+
+    def show_progress() -> Any:
+        with progress_bar(quiet) as progress:
+            return call(*arguments, progress=progress, **options)
+
+    return show_report(show_progress, quiet, as_json)
+
+
+def show_report(call: Callable[[], Any], quiet: bool, as_json: bool) -> Any:
+    """Call a function, print the report that it returns, and return it.
+
+    If an error has a report of what was done before it, this report is printed as well.
+    """
+    failure = None
+    try:
+        report = call()
+    except H5ChunkError as error:
+        failure, report = error, error.report
+    if report is not None and (as_json or not quiet):
+        click.echo(report.to_json() if as_json else str(report))
+    if failure is not None:
+        raise failure
+    return report
 
 
 def _given_options() -> dict[str, Any]:

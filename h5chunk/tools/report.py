@@ -8,9 +8,11 @@ import os
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import as_text, printable
+from h5chunk.errors import OutputError, as_text, printable
+from h5chunk.store.write.part_file import check_parent
 
 MAX_LISTED = 6  # names per line
 
@@ -65,6 +67,16 @@ class Report:
     def to_json(self) -> str:
         """Return the report as one JSON object."""
         return json.dumps(_plain(self.facts()), indent=2)
+
+
+def check_writable(path: Path) -> None:
+    """Raise OutputError unless a picture or page can be written to a path, where a file may exist."""
+    if path.is_dir():
+        raise OutputError(f"{printable(path)} is a folder: use the name of a file")
+    if not path.exists():
+        check_parent(path)
+    elif not os.access(path, os.W_OK):
+        raise OutputError(f"{printable(path)} cannot be replaced, because it is not writable: use another path")
 
 
 def shell_command(words: Iterable[str]) -> str:

@@ -201,14 +201,6 @@ def test_urls_of_other_schemes_are_refused_by_name(arguments, tmp_path, monkeypa
     check_error(run(*arguments), "URLs with ftp:// are not read: use s3,")
 
 
-def test_a_size_of_one_number_says_how_to_write_two(tmp_path, class_folder):
-    folder = class_folder()
-    check_error(
-        run("convert", folder, tmp_path / "x.h5", "--size", 64, "--fit", "crop"),
-        "pass a height and a width of at least 1 (--size H,W)",
-    )
-
-
 @pytest.mark.parametrize("size", ["8", "8,8"])
 def test_one_number_is_the_size_of_a_square(tmp_path, size):
     (tmp_path / "photos").mkdir()

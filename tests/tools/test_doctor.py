@@ -101,9 +101,6 @@ def test_a_loop_of_this_process_is_watched_until_the_block_ends():
 
 def test_wrong_calls_say_what_is_missing(script):
     check_error(run("doctor"), "the command is missing")
-    check_error(
-        run("doctor", "--", sys.executable, "-c", "pass"), "no loop iterated over a DataLoader or a ChunkLoader"
-    )
     check_error(run("doctor", "--", "/no/such/program"), "cannot be run")
     check_error(run("doctor", "--assert-util", "2", "--", "x"), "assert_util is 2.0")
     with pytest.raises(h5chunk.OptionError, match="cannot be combined"):

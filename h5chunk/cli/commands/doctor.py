@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import click
 
 import h5chunk
 from h5chunk.cli import options as shared
-from h5chunk.cli.group import main
+from h5chunk.cli.group import main, show_report
 from h5chunk.cli.options import OUTPUT, RUNNING, SECONDS, option
+from h5chunk.errors import printable
 
 
 @main.command(
@@ -28,7 +30,9 @@ from h5chunk.cli.options import OUTPUT, RUNNING, SECONDS, option
     heading=RUNNING,
     help="End the training after this time, such as 60s or 2m.",
 )
-@option("--epochs", type=int, heading=RUNNING, help="End the training after this many epochs.")
+@option(
+    "--epochs", type=click.IntRange(1), metavar="N", heading=RUNNING, help="End the training after this many epochs."
+)
 @option(
     "--check",
     is_flag=True,
@@ -46,20 +50,23 @@ from h5chunk.cli.options import OUTPUT, RUNNING, SECONDS, option
     "time.",
 )
 @shared.quiet
-@shared.as_json
+@option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    heading=OUTPUT,
+    help="Print the report as JSON, and the standard output of COMMAND on standard error.",
+)
 def doctor(command: tuple[str, ...], **options: Any) -> None:
     """Run COMMAND, which trains with PyTorch, and report what its GPU waits for and what each fix would gain.
 
     The training script needs no change, and its results stay the same. Put two dashes before COMMAND, as in the
-    examples.
+    examples. Loops over a DataLoader or a ChunkLoader are measured in full; of other loops, the steps of the optimizer.
+    The exit code is that of COMMAND, unless an option ends it.
     """
     quiet, as_json = options.pop("quiet"), options.pop("as_json")
-    failed = None
-    try:
-        report = h5chunk.doctor(command=command, **options)
-    except h5chunk.UtilisationError as error:
-        failed, report = error, error.report
-    if as_json or not quiet:
-        click.echo(report.to_json() if as_json else str(report))
-    if failed is not None:
-        raise failed
+    stdout = sys.__stderr__.fileno() if as_json and sys.__stderr__ is not None else None
+    report = show_report(lambda: h5chunk.doctor(command=command, stdout=stdout, **options), quiet, as_json)
+    if report.status:
+        click.echo(f"error: {printable(command[0])} failed: {report.notes[-1]}", err=True)
+        click.get_current_context().exit(report.status)

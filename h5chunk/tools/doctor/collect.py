@@ -13,14 +13,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import SourceError
+from h5chunk.errors import SourceError, count_text
 from h5chunk.tools.doctor.files import cached_share, cold_seconds
+from h5chunk.tools.doctor.launch import why_nothing
 from h5chunk.tools.doctor.record import Fetch, Step, Use
-from h5chunk.tools.model.seen import COLLATE, FETCH_STAGES, READING, TRANSFORM, Gpu, Line, Seen
+from h5chunk.tools.model.seen import COLLATE, FETCH_STAGES, NO_LOADER, READING, TRANSFORM, Gpu, Line, Seen
 
 MIN_STEPS = 8
 MAX_STEPS = 2_000  # iterations that a diagnosis uses, the last ones
 MAX_LINES = 8
+VALIDATION = -2  # minus the number of a loader: the number of its epochs that do not train
 MAX_GAP_S = 2e-3  # gaps between batches of a worker: if all are longer, it waits for requests
 MAX_READ = 1 << 20  # bytes of a read whose time without the page cache is measured
 TOO_HOT = 0x8 | 0x20 | 0x40 | 0x80  # NVML's bits for clocks that are reduced by heat or lack of power
@@ -58,6 +60,11 @@ def read_processes(folder: Path) -> list[Process]:
     return found
 
 
+def was_ended(folder: Path) -> bool:
+    """Return whether a process of the command was ended because of a limit on seconds or epochs."""
+    return any(process.rows["ended"] for process in read_processes(folder))
+
+
 def collect(folder: Path, loader: int | None = None, cached_step: tuple[float, float] | None = None) -> Seen:
     """Summarise the measurements of a training loop that are stored in ``folder``.
 
@@ -66,19 +73,23 @@ def collect(folder: Path, loader: int | None = None, cached_step: tuple[float, f
     processes = read_processes(folder)
     mains = [process for process in processes if process.rows["step"]]
     if not mains:
-        raise SourceError("no loop iterated over a DataLoader or a ChunkLoader: there is nothing to diagnose")
+        raise SourceError(why_nothing(folder))
     most = max(len(process.rows["step"]) for process in mains)
     mains = [process for process in mains if 2 * len(process.rows["step"]) > most]
     mains.sort(key=lambda process: process.rows["rank"] or [[0]])
     ranks = [_rank(process) for process in mains] if all(process.rows["rank"] for process in mains) else []
     main = mains[ranks.index(min(ranks, key=lambda rank: rank[1])) if ranks else 0]
-    steps = [Step(*row) for row in main.rows["step"]]
+    steps = without_validation([Step(*row) for row in main.rows["step"]])
     loader = loader if loader in {step.loader for step in steps} else training_loader(steps)
     own = [step for step in steps if step.loader == loader]
     kept = steady(own)
     if len(kept) < MIN_STEPS:
-        raise SourceError(f"the training loop ended after {len(own)} batches: let it run for at least {MIN_STEPS + 4}")
+        raise SourceError(
+            f"the training loop ended after {count_text(len(own), 'iteration')}, which are too few to diagnose it: let "
+            f"it run for at least {MIN_STEPS + 4}"
+        )
     workers = [process for process in processes if process.parent == main.number and process.rows["fetch"]]
+    workers = [] if own[0].loader == NO_LOADER else workers  # they work for other loops, such as validation
     return _seen(main, workers, steps, own, kept, ranks=ranks, cached_step=cached_step)
 
 
@@ -98,6 +109,23 @@ def training_loader(steps: Iterable[Step]) -> int:
     return max(weight, key=weight.__getitem__)
 
 
+def without_validation(steps: Sequence[Step]) -> list[Step]:
+    """Return the steps, with other numbers for a loader's epochs without steps of the optimizer, if others have some.
+
+    Such epochs are validation, by the loader of training or by one that was created at the same line of code.
+    """
+    epochs, epoch_of, found = dict[tuple[int, int], int](), Counter[int](), []
+    for step in steps:
+        epoch_of[step.loader] += step.epoch_started is not None
+        found.append((step.loader, epoch_of[step.loader]))
+        epochs[found[-1]] = epochs.get(found[-1], 0) + step.optimizer_steps
+    trained = {loader for (loader, _), count in epochs.items() if count}
+    return [
+        step._replace(loader=VALIDATION - step.loader) if step.loader in trained and not epochs[epoch] else step
+        for step, epoch in zip(steps, found, strict=True)
+    ]
+
+
 def steady(steps: Sequence[Step]) -> list[Step]:
     """Return the last iterations, without warm-up, profiled steps and the first batch of each epoch."""
     ready = [step for step in steps if step.epoch_started is None and step.gpu != -1]
@@ -113,6 +141,7 @@ def _seen(
     makers = workers or [main]
     fetches = sorted(Fetch(*row) for process in makers for row in process.rows["fetch"])
     fetches = [row for row in fetches if start <= row.started and row.ended <= stop and (workers or row.worker < 0)]
+    fetches = [] if own[0].loader == NO_LOADER else fetches
     stages, lines = _lines(makers, main, fetches)
     made = [step.stages for step in kept if step.stages]
     if made:
@@ -141,6 +170,7 @@ def _seen(
         elsewhere=_elsewhere(steps, own),
         worker_fetches=_by_worker(fetches) if workers else (),
         files=_files(makers),
+        lost=sorted({text for process in [main, *makers] for (text,) in process.rows["lost"]}),
         **means,
         **_usage(main, workers, kept, fetches),
         **_epochs(own),
@@ -211,7 +241,7 @@ def _by_worker(fetches: list[Fetch]) -> list[float]:
 def _lines(makers: list[Process], main: Process, fetches: list[Fetch]) -> tuple[dict[str, float], list[Line]]:
     """Return the time of each stage of a fetch, and the slowest lines of fetches and steps."""
     on_cpu: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    for process in {id(process): process for process in [main, *makers]}.values():
+    for process in [*makers, *([main] if main not in makers else [])]:
         for stage, place, used, _ in process.rows["line"]:
             if (process is main and stage == "step") or (process in makers and stage != "step"):
                 on_cpu[stage, place].append(used)
@@ -294,21 +324,32 @@ def _epochs(own: list[Step]) -> dict[str, Any]:
 
 
 def _files(makers: list[Process]) -> list[dict[str, Any]]:
+    """Return the files that processes had open, those that h5py read most often first, with a dataset of each."""
     found: dict[str, dict[str, Any]] = {}
     for process in makers:
         for (files,) in process.rows["files"]:
-            found.update({item["path"]: item for item in files})
+            found.update({item["path"]: {**item, "reads": 0} for item in files})
+    for process in makers:
+        for path, facts in process.rows["dataset"]:
+            with suppress(OSError):  # the file was deleted
+                item = found.get(path) or {"path": path, "bytes": Path(path).stat().st_size, "reads": 0}
+                item["reads"] += 1
+                is_largest = facts and math.prod(facts["shape"]) > math.prod(item.get("shape", [0]))  # unlike labels
+                found[path] = {**item, **facts} if is_largest else item
     for item in found.values():
         with suppress(OSError, ValueError):
             item["cached"] = cached_share(item["path"], item["bytes"])
-    return list(found.values())
+    return sorted(found.values(), key=lambda item: -item["reads"])
 
 
 def _cold(seen: Seen) -> float | None:
-    """Measure the time to read the bytes of a batch from the disk; return None if that is not possible."""
-    file = max(seen.files, key=lambda file: file["bytes"], default=None)
-    if file is None or not seen.read_bytes:
+    """Measure the time to read the bytes of a batch from the disk; return None if that is not possible.
+
+    The file must be the one that the loop reads: one that h5py read, or the only one that is open.
+    """
+    if not seen.read_bytes or not seen.files or not (seen.files[0]["reads"] or len(seen.files) == 1):
         return None
+    file = seen.files[0]
     size = round(min(MAX_READ, max(4096, seen.read_bytes / max(1.0, seen.h5_reads or seen.samples))))
     with suppress(OSError, ValueError, AttributeError):
         seconds = cold_seconds(file["path"], file["bytes"], size)

@@ -16,6 +16,7 @@ CHUNK_LOADER = {"kind": "ChunkLoader", "num_workers": 0, "made_at": ""}
 SETTINGS = "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "batch_size"
 HOST_STEPS = 10  # steps on a cached batch that measure only Python's time
 CACHED_STEPS, CACHED_S = 100, 0.5  # maximum number and seconds of complete steps on a cached batch
+MAX_DEPTH = 16  # of lists and dicts in a batch
 clock = time.perf_counter
 
 
@@ -42,8 +43,9 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 
 def batch_samples(batch: Any) -> int:
     """Return the number of samples in a batch: the length of its first tensor."""
-    while isinstance(batch, (list, tuple, dict)) and batch:
-        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    for _ in range(MAX_DEPTH):
+        if isinstance(batch, (list, tuple, dict)) and batch:
+            batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
     return len(batch) if isinstance(batch, torch.Tensor) and batch.ndim else 1
 
 

@@ -7,10 +7,8 @@ import mmap
 import os
 import stat
 import statistics
-import sys
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +22,15 @@ COLD_READS = 16
 
 
 def open_files() -> list[dict[str, Any]]:
-    """Describe the regular files that this process has open, and the largest dataset of each HDF5 file."""
+    """Describe the regular files that this process has open."""
     found = []
-    datasets = largest_datasets() if "h5py" in sys.modules else {}
     for entry in list(Path("/proc/self/fd").iterdir())[: 16 * MAX_FILES]:
         with suppress(OSError, ValueError):
             path, status = entry.readlink(), entry.stat()
             is_data = stat.S_ISREG(status.st_mode) and status.st_size >= MIN_BYTES and "deleted" not in str(path)
             if is_data and not str(path).startswith(("/dev/shm/torch_", "/proc")):
-                found.append({"path": str(path), "bytes": status.st_size, **datasets.get(str(path), {})})
+                found.append({"path": str(path), "bytes": status.st_size})
     return found[:MAX_FILES]
-
-
-def _append(items: list[Any], name: str, item: Any) -> None:
-    items.append(item)
 
 
 def page_states(path: str, start: int, size: int) -> npt.NDArray[np.uint8]:
@@ -85,26 +78,19 @@ def cold_seconds(path: str, size: int, read_bytes: int) -> float | None:
     return statistics.fmean(seconds) if len(seconds) > COLD_READS // 2 else None
 
 
-def largest_datasets() -> dict[str, dict[str, Any]]:
-    """Describe the chunks and the chunk cache of the largest dataset of each HDF5 file that is open in this process."""
-    import h5py
+def describe_dataset(data: Any) -> tuple[str, dict[str, Any]]:
+    """Return the path of the file of an h5py dataset, and the facts that determine how fast numbers can be read.
 
-    found: dict[str, dict[str, Any]] = {}
-    identifiers = h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE)
-    datasets = h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_DATASET)
-    for identifier in [*identifiers, *map(h5py.h5i.get_file_id, datasets)]:
-        file = h5py.File(identifier)
-        items: list[h5py.Dataset | h5py.Group] = []
-        file.visititems(partial(_append, items))
-        numeric = [item for item in items if isinstance(item, h5py.Dataset) and item.ndim and item.dtype.kind in "biuf"]
-        if not numeric:
-            continue
-        data = max(numeric, key=lambda item: item.nbytes)
-        found[str(Path(file.filename).resolve())] = {
-            "shape": data.shape,
-            "chunks": data.chunks,
-            "itemsize": data.dtype.itemsize,
-            "filtered": bool(data.id.get_create_plist().get_nfilters()),
-            "cache": file.id.get_access_plist().get_cache()[1:],
-        }
-    return found
+    Only the dataset itself is examined: a file may have millions of other ones.
+    """
+    file = data.file
+    path = str(Path(file.filename).resolve())
+    if not data.shape or data.dtype.kind not in "biuf":
+        return path, {}
+    return path, {
+        "shape": data.shape,
+        "chunks": data.chunks,
+        "itemsize": data.dtype.itemsize,
+        "filtered": bool(data.id.get_create_plist().get_nfilters()),
+        "cache": file.id.get_access_plist().get_cache()[1:],
+    }

@@ -22,8 +22,9 @@ STEP, WAIT = "#4878a8", "#d9822b"
 
 def write_page(report: DoctorReport, path: Path) -> None:
     """Write the page. Raise OutputError if the file cannot be written."""
+    found = figures(report) if report.diagnosis is not None else f"<h1>{escape(report.reason)}</h1>"
     head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>h5chunk doctor</title><style>{STYLE}</style>"
-    text = f"{head}\n{figures(report)}\n<h2>All figures</h2><pre>{escape(str(report))}</pre></html>\n"
+    text = f"{head}\n{found}\n<h2>All figures</h2><pre>{escape(str(report))}</pre></html>\n"
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -39,12 +40,12 @@ def figures(report: DoctorReport) -> str:
     )
     key = f"<span style='color:{STEP}'>■</span> the step <span style='color:{WAIT}'>■</span> waiting for a batch"
     return f"""<h1>{escape(report.verdict)}</h1>
-<h2>Training, in samples/s, as one stage after another is added</h2>
+<h2>Training, in {report.seen.unit}/s, as one stage after another is added</h2>
 {_ladder(report)}
 <h2>The last {min(SHOWN, len(report.seen.steps))} iterations</h2>
 {_timeline(report.seen)}
 <p class='key'>{key}</p>
-<h2>{"Fixes, by predicted gain" if fixes else "There is nothing to fix"}</h2><ol>{fixes}</ol>
+<h2>{"Fixes, by predicted gain" if fixes else "No fix is known"}</h2><ol>{fixes}</ol>
 {f"<p>Checked: {escape(str(report.check))}.</p>" if report.check is not None else ""}"""
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import count_text, human_bytes
+from h5chunk.errors import SourceError, count_text, human_bytes
 from h5chunk.tools.doctor.collect import collect
 from h5chunk.tools.model.diagnosis import Diagnosis, diagnose
 from h5chunk.tools.model.seen import Seen
 from h5chunk.tools.report import Report
 
 SHOWN_FIXES = 5
+SHOWN_LINES = 4  # of a loop without a loader
 BAR = 24  # characters of a full bar
 
 
@@ -45,17 +48,29 @@ class DoctorReport(Report):
         The measurements that the diagnosis is based on.
     check : Check or None
         The result of ``check=True``.
+    status : int
+        The exit status of the command; 128 plus the number of the signal that ended it; 0 if doctor ended it.
+    reason : str
+        Why there is no diagnosis; empty if there is one.
     """
 
     diagnosis: Diagnosis | None = None
     seen: Seen | None = None
     check: Check | None = None
     notes: list[str] = field(default_factory=list)
+    status: int = 0
+    reason: str = "no training loop has been watched yet"
 
     def fill(self, folder: Path, loader: int | None = None, cached_step: tuple[float, float] | None = None) -> None:
         """Fill the report from the measurements that are stored in a folder."""
-        self.seen = collect(folder, loader, cached_step)
-        self.diagnosis = diagnose(self.seen)
+        try:
+            self.seen = collect(folder, loader, cached_step)
+        except SourceError as error:
+            self.reason = str(error)
+            return
+        self.diagnosis, self.reason = diagnose(self.seen), ""
+        if self.seen.lost:
+            self.notes.append(f"some measurements are missing or incomplete, because {', '.join(self.seen.lost)}")
 
     @property
     def verdict(self) -> str:
@@ -64,16 +79,17 @@ class DoctorReport(Report):
 
     @property
     def utilisation(self) -> float:
-        """Fraction of the time in which the GPU works or, without a GPU, the step runs."""
-        return 0.0 if self.diagnosis is None else self.diagnosis.utilisation
+        """Fraction of the time in which the GPU works or, without a GPU, the step runs; NaN if it is unknown."""
+        return math.nan if self.diagnosis is None else self.diagnosis.utilisation
 
     def lines(self) -> Iterator[str]:
         """Return the report as lines of text: the verdict, the ladder, where time goes, and the fixes."""
         if self.diagnosis is None or self.seen is None:
-            yield "no training loop has been watched yet"
+            yield self.reason
+            yield from (f"note: {note}" for note in self.notes)
             return
         yield self.verdict
-        yield from self._ladder()
+        yield from self._ladder() if self.seen.has_loader else self._steps()
         yield from self._times()
         if self.diagnosis.fixes:
             yield "fixes, by predicted gain:"
@@ -93,6 +109,14 @@ class DoctorReport(Report):
             bar = "█" * max(1, round(BAR * rate / top))
             yield f"  {name:{width}}  {rate:>12,.0f}  {bar:{BAR}}" + (f"  alone {alone:,.0f}" if alone else "")
 
+    def _steps(self) -> Iterator[str]:
+        """Return lines about iterations that no loader feeds: their rate, and the lines of code that take longest."""
+        seen = self.seen
+        assert seen is not None
+        yield f"training: {1 / seen.iteration:,.1f} steps of the optimizer per second"
+        for line in [line for line in seen.lines if line.stage == "step" and line.place][:SHOWN_LINES]:
+            yield f"  {line.share:>4.0%}  {line}"
+
     def rates(self) -> list[tuple[str, float, float | None]]:
         """List (name, samples/s, samples/s of the stage alone) for the rungs of the ladder, and for training."""
         assert self.diagnosis is not None and self.seen is not None
@@ -103,6 +127,8 @@ class DoctorReport(Report):
         seen = self.seen
         assert seen is not None
         text = f"an iteration of {seen.samples:.0f} samples: {_ms(seen.iteration)}, of which {_ms(seen.wait)} waiting"
+        if not seen.has_loader:
+            text = f"an iteration: {_ms(seen.iteration)}, with the preparation of its batch"
         if seen.gpu is not None:
             text += f"; GPU: {_ms(seen.gpu.busy)} busy, {_ms(seen.gpu.idle)} idle between steps"
         yield text
@@ -124,14 +150,16 @@ class DoctorReport(Report):
     def _repr_html_(self) -> str:
         from h5chunk.tools.doctor.page import figures
 
-        return "no training loop has been watched yet" if self.diagnosis is None else figures(self)
+        return escape(self.reason) if self.diagnosis is None else figures(self)
 
     def facts(self) -> dict[str, Any]:
         """Return the values of the report by name."""
         if self.diagnosis is None or self.seen is None:
-            return {"diagnosis": None}
+            return {"diagnosis": None, "reason": self.reason, "notes": self.notes, "status": self.status}
         seen = {**asdict(self.seen), "iteration": self.seen.iteration, "wait": self.seen.wait, "step": self.seen.step}
-        return {"diagnosis": asdict(self.diagnosis), "seen": seen, "check": self.check and asdict(self.check)}
+        check = self.check and asdict(self.check)
+        found = {"diagnosis": asdict(self.diagnosis), "seen": seen, "check": check}
+        return {**found, "notes": self.notes, "status": self.status}
 
 
 def _ms(seconds: float) -> str:

@@ -85,10 +85,10 @@ def slowest_line(seen: Seen, *stages: str) -> Line | None:
 
 
 def chunked_file(seen: Seen) -> dict[str, Any] | None:
-    """Return the largest open HDF5 file with chunked data.
+    """Return the HDF5 file with chunked data that the loop reads most often.
 
     Returns None if there is no such file, or if reading takes less than a tenth of a fetch.
     """
     if seen.stages.get(READING, 0.0) < 0.1 * seen.fetch:
         return None
-    return max((file for file in seen.files if file.get("chunks")), key=lambda file: file["bytes"], default=None)
+    return max((file for file in seen.files if file.get("chunks")), key=lambda file: file.get("reads", 0), default=None)

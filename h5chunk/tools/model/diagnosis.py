@@ -49,27 +49,41 @@ def diagnose(seen: Seen) -> Diagnosis:
     costs = sorted((cost for cost in found if cost.share >= LEAST_SHARE), key=lambda cost: -cost.share)
     fixes = [fix for cost in costs for fix in cost.fixes if fix.is_worth_it]
     fixes.sort(key=lambda fix: (-round(math.log(fix.gain.value), 1), fix.is_bound, -fix.gain.value))
-    first = costs[0] if costs else Cost("none", False, 0.0, f"Nothing to fix: {_healthy(seen)}.")
+    first = costs[0] if costs else Cost("none", False, 0.0, _healthy(seen))
     return Diagnosis(first.sentence, first.cause, first.is_data, utilisation(seen), costs, ladder(seen), fixes)
 
 
 def utilisation(seen: Seen) -> float:
-    """Return the fraction of the loop's time in which the GPU works or, without a GPU, the training step runs."""
-    if seen.gpu is not None:
+    """Return the fraction of the loop's time in which the GPU works or, without a GPU, the training step runs.
+
+    Returns NaN if this was not measured: without a loader, nothing tells the step from preparing its batch.
+    """
+    if seen.gpu is not None and (seen.has_loader or seen.gpu.is_profiled):
         return min(1.0, seen.gpu.busy / seen.iteration)
-    return seen.step / seen.iteration
+    return seen.step / seen.iteration if seen.has_loader else math.nan
 
 
 def _healthy(seen: Seen) -> str:
+    """Return the verdict if no cost was found."""
+    line, works = slowest_line(seen, "step"), utilisation(seen)
+    gpu = "" if seen.gpu is None or math.isnan(works) else f"the GPU works {works:.0%} of the time, and "
+    if not seen.has_loader:
+        slowest = "no line takes most of it" if line is None else f"its slowest line is {line}, {line.share:.0%} of it"
+        what = "an iteration includes preparing its batch, because no DataLoader or ChunkLoader feeds the loop"
+        return f"Not certain: {gpu}{what}; {slowest}."
     waits = f"training waits {max(0.0, seen.waiting()[0]):.1%} of its time for batches"
-    if seen.gpu is not None:
-        return f"the GPU works {utilisation(seen):.0%} of the time, and {waits}"
-    line = slowest_line(seen, "step")
-    return waits if line is None else f"{waits}; the step's slowest line is {line}, {line.share:.0%} of it"
+    if line is not None and not gpu:
+        waits += f"; the step's slowest line is {line}, {line.share:.0%} of it"
+    return f"Nothing to fix: {gpu}{waits}."
 
 
 def ladder(seen: Seen) -> list[Rung]:
-    """Return the rate of training on one cached batch, and the rates after each further stage is added."""
+    """Return the rate of training on one cached batch, and the rates after each further stage is added.
+
+    Returns an empty list if no loader feeds the loop, because the stages of preparing a batch are not known.
+    """
+    if not seen.has_loader:
+        return []
     loop, samples = seen.loop(), seen.samples
     gpu_busy, gpu_copy = (0.0, 0.0) if seen.gpu is None else (seen.gpu.busy, seen.gpu.copy)
     step = seen.step if seen.cached_step is None else seen.cached_step[1]

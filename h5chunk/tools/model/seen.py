@@ -13,6 +13,8 @@ from h5chunk.tools.model.pipeline import Loop
 READING, DECODING, TRANSFORM, COLLATE, LOCK = "reading", "decoding", "transform", "collate", "lock"
 GATHERING, COPYING, WAITING = "gathering", "copying", "waiting"  # stages of `ChunkLoader`, besides reading and decoding
 FETCH_STAGES = (READING, DECODING, TRANSFORM, LOCK, COLLATE)
+NO_LOADER = -1  # the number of the loader of iterations that no loader feeds
+NO_LOADER_FACTS = {"kind": "none", "num_workers": 0, "made_at": ""}
 MAX_DELAY = 0.5  # largest fraction of a time that is attributed to waiting for a core
 OUTLIER = 3.0  # longer steps, such as saving, are clipped to this multiple of the median
 TAKE_S, MAX_TAKE_S = 1.5e-4, 4e-4  # default and maximum time to unpack a tensor from a worker
@@ -98,6 +100,7 @@ class Seen:
     epoch_batches: float = 0.0  # number of batches per epoch; 0 if no epoch ended
     worker_fetches: Sequence[float] = ()  # mean time of a fetch of each worker
     files: Sequence[dict[str, Any]] = field(default=())
+    lost: Sequence[str] = ()  # measurements that failed
 
     @property
     def wait(self) -> float:
@@ -123,6 +126,15 @@ class Seen:
     @property
     def workers(self) -> int:
         return int(self.loader.get("num_workers") or 0)
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether a loader feeds the loop. Otherwise, an iteration is the time between two steps of the optimizer."""
+        return self.loader.get("kind") != NO_LOADER_FACTS["kind"]
+
+    @property
+    def unit(self) -> str:
+        return "samples" if self.has_loader else "steps"
 
     @property
     def is_torch(self) -> bool:

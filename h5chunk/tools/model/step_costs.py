@@ -91,7 +91,7 @@ def _optimizer(seen: Seen, gpu: Gpu) -> Cost:
 def _launches(seen: Seen, gpu: Gpu) -> Cost:
     text = f"launching {gpu.kernels:.0f} kernels per step takes longer than running them"
     code = "a CUDA graph of the whole step, torch.compile(..., mode='reduce-overhead'), or a larger batch"
-    cause = "small batches" if seen.samples <= FEW_SAMPLES else "launches"
+    cause = "small batches" if seen.has_loader and seen.samples <= FEW_SAMPLES else "launches"
     return _step_cost(seen, gpu, cause, text, "fewer kernel launches", code, seen.wait + seen.copy, False)
 
 

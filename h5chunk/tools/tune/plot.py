@@ -9,6 +9,7 @@ from typing import Any
 
 from h5chunk.errors import OptionError, OutputError, printable
 from h5chunk.tools.model.settings import Trial
+from h5chunk.tools.report import check_writable
 from h5chunk.tools.tune.report import Recommendation
 from h5chunk.tools.tune.search import PLAIN, TODAY
 
@@ -26,8 +27,7 @@ def check_plot(path: str | os.PathLike[str]) -> None:
     path, kinds = Path(path), FigureCanvasBase.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in kinds:
         raise OptionError(f"{printable(path)}: is not a picture: use one of the suffixes {', '.join(sorted(kinds))}")
-    if not path.parent.is_dir():
-        raise OutputError(f"{printable(path)}: its folder {printable(path.parent)} does not exist: create it first")
+    check_writable(path)
 
 
 def plot(report: Recommendation, path: str | os.PathLike[str]) -> None:

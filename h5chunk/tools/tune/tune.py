@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
-from h5chunk.errors import FieldError, OptionError, check_whole, human_bytes, printable
+from h5chunk.errors import FieldError, OptionError, OutputError, check_whole, human_bytes, printable
 from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.child import in_child
@@ -153,10 +153,14 @@ def tune(
         small = no_gain_reason(study, device) if trials[search.today].allowed else ""
         search.run(only_today=bool(small))
         found = _report(search, small, *limits)
-        if plot is not None:
-            draw(found, plot)
-        if apply:
-            found = replace(found, applied=_store(study, found))
+        try:
+            if plot is not None:
+                draw(found, plot)
+            if apply:
+                found = replace(found, applied=_store(study, found))
+        except OutputError as error:
+            error.report = found  # the measurements took long
+            raise
         budget.report()
         return replace(found, seconds=budget.taken_s)
 
