@@ -5,25 +5,29 @@ from __future__ import annotations
 import html
 import json
 import re
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from support.commands import check_error, run
 from support.foreign import make_file
 from support.scripts import load
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import h5chunk
 from h5chunk.plan.cache import ChunkGrid, mean_hits
 from h5chunk.tools.doctor.record import caller
+from h5chunk.tools.doctor.watch import Watch
 from h5chunk.tools.model.diagnosis import diagnose
 from h5chunk.tools.model.seen import Gpu, Line, Seen
 
@@ -329,3 +333,265 @@ def test_the_thread_that_holds_the_lock_is_named():
 def test_a_frame_without_a_line_counts_as_its_function():
     code = SimpleNamespace(co_filename="/a/train.py", co_firstlineno=7)
     assert caller(SimpleNamespace(f_code=code, f_lineno=None, f_back=None)) == "/a/train.py:7"
+
+
+ENDING = """
+    import os, signal, sys
+    from torch.utils.data import DataLoader
+
+    class Samples(list):
+        def __getitem__(self, i):
+            if i == 170 and sys.argv[1] == "worker":
+                raise ValueError("damaged sample")
+            return super().__getitem__(i)
+
+    if __name__ == "__main__":
+        print("a line of the program")
+        for number, batch in enumerate(DataLoader(Samples(range(200)), 4, num_workers=sys.argv[1] == "worker")):
+            if number == 40 and sys.argv[1] == "raise":
+                raise RuntimeError("the loss is nan")
+            elif number == 40 and sys.argv[1] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif number == 40 and sys.argv[1] != "worker":
+                sys.exit(3 if sys.argv[1] == "exit" else "a text")
+"""
+
+
+def start(*arguments, **options):
+    command = [sys.executable, "-m", "h5chunk", "doctor", *map(str, arguments)]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "status"),
+    [
+        ("raise", ["--quiet"], 1),
+        ("exit", ["--assert-util", 0.0001], 3),
+        ("text", ["--json"], 1),
+        ("kill", [], 128 + signal.SIGKILL),
+        ("worker", [], 1),
+        ("raise", ["--seconds", "1ms"], 0),
+    ],
+)
+def test_a_training_that_fails_makes_doctor_fail_unless_doctor_ended_it(tmp_path, how, options, status):
+    (tmp_path / "train.py").write_text(textwrap.dedent(ENDING))
+    process = start(*options, "--", sys.executable, "train.py", how, cwd=tmp_path)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == status, errors
+    if status:
+        assert "failed: the command ended " in errors
+    if how != "kill":  # otherwise neither its output nor its measurements are complete
+        as_json = "--json" in options
+        assert ("verdict" if as_json else "" if "--quiet" in options else "iteration") in output
+        assert ("a line of the program" in output, "a line of the program" in errors) == (not as_json, as_json)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_the_training_and_the_processes_of_its_shell(tmp_path, number):
+    code = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(100)"
+    process = start("--", "bash", "-c", f'{sys.executable} -c "{code}"; sleep 100', cwd=tmp_path)
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    with process:
+        process.send_signal(number)
+        process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    state = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    wait_until(
+        lambda: not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    )  # no sleep of 100 s
+
+
+def test_a_training_may_handle_the_signal_that_doctor_forwards(tmp_path):
+    code = """
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: (open("saved", "w").close(), sys.exit(0)))
+        open("ready", "w").close()
+        time.sleep(100)
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(code))
+    process = start("--", sys.executable, "train.py", cwd=tmp_path)
+    wait_until((tmp_path / "ready").exists)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0 and (tmp_path / "saved").exists() and "imported torch" in output
+
+
+def wait_until(is_true):
+    deadline = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_training(tmp_path):
+    command = ["--", sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')"]
+    check_error(run("doctor", "--html", tmp_path / "no" / "why.html", *command), "no does not exist: create it first")
+    check_error(run("doctor", "--html", tmp_path, *command), "is a folder: use the name of a file")
+    assert run("doctor", "--epochs", 0, *command).exit_code == 2
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(h5chunk.OptionError, match="epochs is -1: pass a whole number, at least 1"):
+        h5chunk.doctor(command=["x"], epochs=-1)
+
+
+def test_the_report_is_printed_even_if_the_page_cannot_be_written_at_the_end(tmp_path):
+    (tmp_path / "pages").mkdir()
+    code = f"import shutil; shutil.rmtree({str(tmp_path / 'pages')!r})"
+    result = run("doctor", "--html", tmp_path / "pages" / "why.html", "--", sys.executable, "-c", code)
+    assert result.exit_code == 1 and "cannot be written" in result.stderr and "has imported torch" in result.stdout
+
+
+def fit(training, validation, epochs=3):
+    model = torch.nn.Linear(10, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(epochs):
+        for (batch,) in training:
+            optimizer.zero_grad()
+            model(batch).mean().backward()
+            optimizer.step()
+        for (batch,) in validation:
+            model(batch)
+
+
+def loader_of(num_samples, batch_size):
+    return DataLoader(TensorDataset(torch.zeros(num_samples, 10)), batch_size)
+
+
+@pytest.mark.parametrize("sizes", [(640, 64, 2560, 128), (640, 64, 640, 64)])
+def test_validation_is_not_training_even_if_its_iterators_have_the_same_addresses(sizes):
+    training, validation = loader_of(*sizes[:2]), loader_of(*sizes[2:])
+    with h5chunk.doctor(training) as report:
+        fit(training, validation)
+    assert report.seen.samples == 64 and len(report.seen.steps) <= 3 * 10
+    assert report.seen.elsewhere > 0.1
+
+
+def test_a_loop_without_a_loader_is_measured_by_the_steps_of_its_optimizer(tmp_path):
+    code = """
+        import time, torch
+        model = torch.nn.Linear(10, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(60):
+            time.sleep(0.02)
+            optimizer.zero_grad()
+            model(torch.zeros(4, 10)).mean().backward()
+            optimizer.step()
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(code))
+    process = start("--epochs", 1, "--html", "why.html", "--", sys.executable, "train.py", cwd=tmp_path)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "neither a torch DataLoader nor a ChunkLoader" in errors and "--epochs has no effect" in errors
+    assert "steps of the optimizer per second" in output and "train.py:6 `time.sleep(0.02)`" in output
+    assert "steps/s" in (tmp_path / "why.html").read_text()
+    process = start("--assert-util", 0.1, "--", sys.executable, "train.py", cwd=tmp_path)
+    assert "utilisation is unknown" in process.communicate(timeout=120)[1] and process.returncode == 1
+
+
+def test_the_remedy_for_a_loop_without_a_loader_works():
+    class Batches(IterableDataset):
+        def __iter__(self):
+            for _ in range(40):
+                time.sleep(0.002)
+                yield torch.zeros(8, 10)
+
+    loader = DataLoader(Batches(), batch_size=None)
+    with h5chunk.doctor(loader) as report:
+        for _ in loader:
+            pass
+    assert report.diagnosis.is_data and report.seen.samples == 8
+
+
+def test_what_was_not_seen_is_said(tmp_path):
+    reports = [
+        run("doctor", "--", sys.executable, *options, "-c", code)
+        for options, code in [(["-I"], "pass"), ([], "pass"), ([], "import torch")]
+    ]
+    assert [report.exit_code for report in reports] == [0, 0, 0]
+    for report, text in zip(
+        reports, ["without the options -I", "has imported torch", "no loop over a torch DataLoader"], strict=True
+    ):
+        assert text in report.stdout
+    with h5chunk.doctor(loader := DataLoader(Quick(), 100)) as report:
+        list(loader)
+    assert "ended after 4 iterations" in str(report) and report.diagnosis is None
+
+
+class NoLength(IterableDataset):
+    def __iter__(self):
+        return iter(range(200))
+
+    def __len__(self):
+        raise TypeError("no length")
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"no {name}")
+
+
+class Hostile(list):
+    def __getitem__(self, index):
+        raise RuntimeError("not by index")
+
+    def __bool__(self):
+        raise RuntimeError("neither")
+
+
+class Unruly(DataLoader):
+    def __iter__(self):
+        return (batch for batch in super().__iter__())
+
+    @property
+    def batch_size(self):
+        raise RuntimeError("no batch size")
+
+    @batch_size.setter
+    def batch_size(self, value):
+        pass
+
+
+def endless(samples):
+    samples = list(samples)
+    samples[0] = samples
+    return samples
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(NoLength(), 4),
+        lambda: DataLoader(Quick(), 4, collate_fn=Hostile),
+        lambda: DataLoader(Quick(), 4, collate_fn=endless),
+        lambda: Unruly(Quick(), 4),
+    ],
+)
+def test_objects_that_raise_are_trained_with_as_without_doctor(make):
+    with h5chunk.doctor(loader := make()) as report:
+        count = sum(1 for _ in loader)
+    assert count == sum(1 for _ in make()) and report.verdict
+
+
+def test_an_error_in_a_hook_does_not_reach_the_training_and_is_reported(monkeypatch):
+    def fail(*_):
+        raise ValueError("in a hook")
+
+    monkeypatch.setattr(Watch, "begins_epoch", fail)
+    with h5chunk.doctor(loader := DataLoader(Quick(), 10)) as report:
+        assert sum(1 for _ in loader) == 40
+    assert "missing or incomplete, because iter raised ValueError" in str(report)
+
+
+def test_only_the_dataset_that_is_read_is_examined(tmp_path, monkeypatch):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("read", data=np.zeros((400, 400), "f8"), chunks=(10, 400))
+        file.create_dataset("large", data=np.zeros((800, 800), "f8"), chunks=(8, 800))
+
+    class Stored(Quick):
+        def __getitem__(self, i):
+            return file["read"][i]
+
+    with h5py.File(path) as file:
+        monkeypatch.setattr(h5py.Group, "visititems", None)
+        with h5chunk.doctor(loader := DataLoader(Stored(), 10)) as report:
+            list(loader)
+        assert h5py.h5f.get_obj_count(file.id, h5py.h5f.OBJ_DATASET) == 0
+    assert report.seen.files[0]["path"] == str(path) and report.seen.files[0]["chunks"] == [10, 400]

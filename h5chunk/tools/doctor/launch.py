@@ -27,7 +27,8 @@ VARIABLE = "H5CHUNK_DOCTOR"
 STARTED, TORCH = "started", "torch"  # files in the folder of measurements: a process was started, and imported torch
 NOTICE_S = 60  # seconds after which the user is told that nothing has been measured
 GRACE_S = 5.0  # seconds to wait for the other processes of a command that was ended by a signal
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)  # terminals send these to all processes of a command
+ENDING = (*FROM_TERMINAL, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)  # clusters send SIGUSR1 and SIGUSR2 before the time is over
 SITE = """
 import os, sys
@@ -136,8 +137,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 class Forwarding:
     """A context in which this process forwards signals to a command, so that it cannot go on without this process.
 
-    The signal goes to the command alone, which may want to save its state and to end its own processes. Those that are
-    left when it has ended get the signal, too.
+    Signals other than those of a terminal go to the command alone, which may want to save its state and to end its own
+    processes. Those that are left when it has ended get the signal, too.
     """
 
     def __init__(self) -> None:
@@ -167,16 +168,17 @@ class Forwarding:
     def _forward(self, number: int) -> None:
         assert self._process is not None
         self._descendants.update(_descendants(self._process.pid))
-        is_from_terminal = number in (signal.SIGINT, signal.SIGQUIT) and _is_in_foreground()
-        if not is_from_terminal:  # otherwise the terminal sent it to the command as well
+        if number not in FROM_TERMINAL:
             self._process.send_signal(number)
+        elif not _is_in_foreground():  # otherwise the terminal sent it to all of them
+            for process in (self._process.pid, *self._descendants):
+                _send(process, number)
 
     def __exit__(self, *_: Any) -> None:
         if ending := [number for number in self._received if number in ENDING]:
             left = self._left()
             for process in left:
-                with suppress(OSError):
-                    os.kill(process, ending[-1])
+                _send(process, ending[-1])
             deadline = time.monotonic() + GRACE_S
             while left and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -187,6 +189,11 @@ class Forwarding:
     def _left(self) -> list[int]:
         """Return the descendants that still run, and are not other processes with the same ID."""
         return [process for process, started in self._descendants.items() if _stat(process)[1] == started]
+
+
+def _send(process: int, number: int) -> None:
+    with suppress(OSError):  # it has ended
+        os.kill(process, number)
 
 
 def _is_in_foreground() -> bool:
