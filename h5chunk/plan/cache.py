@@ -224,15 +224,17 @@ def count_entries_read(starts: Indices, stops: Indices, chunk_size: int, length:
 
 
 def mean_hits(grid: ChunkGrid, num_slots: int, num_bytes: int, is_shuffled: bool) -> float:
-    """Return the expected hit rate of a chunk cache when samples are read one by one.
+    """Return the expected hit rate of a chunk cache, empty at first, when samples are read one by one for an epoch.
 
-    For shuffled samples this is the fraction of all bands that the cache holds.
+    Shuffled samples hit the fraction of all bands that the cache holds, except for the first sample of each band. In
+    other orders, such as that of windows whose chunks fit in the cache, only the first sample of each band is a miss.
 
     >>> mean_hits(ChunkGrid((1000, 8), (100, 8), 1), 521, 3200, is_shuffled=True)
-    0.4
+    0.396
     """
     held = min(num_bytes // max(1, grid.chunk_bytes), num_slots, grid.num_chunks)
     bands = held // grid.chunks_per_sample
+    first = grid.num_bands / max(1, grid.shape[0])
     if is_shuffled:
-        return bands / max(1, grid.num_bands)
-    return 1 - 1 / (grid.band_samples or 1) if bands else 0.0
+        return bands / max(1, grid.num_bands) * (1 - first)
+    return 1 - first if bands else 0.0

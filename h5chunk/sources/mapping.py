@@ -7,9 +7,10 @@
 | another tuple or list | ``field0``, ``field1``, ... by position, but ``images`` for an image if it is the only one |
 | anything else | ``images`` for an image, otherwise ``data`` |
 
-Pillow images are converted with the options for images. Numbers, arrays and tensors are stored unchanged; strings and
-bytes become fixed-length bytes, as long as the longest. All samples must have the same fields. Class names are read
-from the attribute ``classes`` or ``class_to_idx`` of the data set, or from Hugging Face's ``features``.
+Pillow images, and bytes that are a JPEG or PNG file, are converted with the options for images. Numbers, arrays and
+tensors are stored unchanged; strings and other bytes become fixed-length bytes, as long as the longest. All samples
+must have the same fields. Class names are read from the attribute ``classes`` or ``class_to_idx`` of the data set, or
+from Hugging Face's ``features``.
 
 Samples are read in forked worker processes, if the system supports fork, because many data sets cannot be pickled.
 """
@@ -30,6 +31,7 @@ from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.recognise import is_path, refuse_names
 from h5chunk.sources.samples import DATA, IMAGES, LABELS, Samples, field_dtype, largest_first
 
+IMAGE_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # the first bytes of JPEG and PNG files
 NO_SOURCES = {  # for objects whose indexing does not return samples: an attribute that only they have, and the remedy
     "nnz": "save it with scipy.sparse.save_npz, and convert the .npz",
     "write_h5ad": "save it with write_h5ad, and convert the .h5ad",
@@ -107,7 +109,7 @@ class MappingSource(Samples):
     def values(self, index: int) -> dict[str, Any]:
         sample, known = self._sample(index), {**self.fields, **self._others}
         return {
-            name: value if isinstance(value, Image.Image) else _as_array(name, value, known.get(name))
+            name: value if _is_image(value) else _as_array(name, value, known.get(name))
             for name, value in sample.items()
         }
 
@@ -150,7 +152,7 @@ class MappingSource(Samples):
             except SampleError:
                 continue  # reported when the sample is converted
             for name, value in sample.items():
-                if isinstance(value, (str, bytes)):
+                if isinstance(value, (str, bytes)) and not _is_image(value):
                     widths[name] = max(widths.get(name, 1), len(_encoded(value)))
             context.report_found(index + 1)
         return widths
@@ -161,8 +163,8 @@ def _named(sample: Any) -> dict[str, Any]:
     if isinstance(sample, Mapping):
         return {str(name): value for name, value in sample.items()}
     if not isinstance(sample, (tuple, list)):
-        return {IMAGES if isinstance(sample, Image.Image) else DATA: sample}
-    images = [isinstance(value, Image.Image) for value in sample]
+        return {IMAGES if _is_image(sample) else DATA: sample}
+    images = [_is_image(value) for value in sample]
     if len(sample) == 2:
         is_picture = images[0] or len(getattr(sample[0], "shape", ())) in (2, 3)
         if is_picture and (isinstance(sample[1], numbers.Number) or getattr(sample[1], "shape", None) == ()):
@@ -172,6 +174,10 @@ def _named(sample: Any) -> dict[str, Any]:
         IMAGES if images.count(True) == 1 and is_image else name: value
         for (name, value), is_image in zip(named.items(), images, strict=True)
     }
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, Image.Image) or (isinstance(value, bytes) and value.startswith(IMAGE_MAGIC))
 
 
 def _encoded(value: str | bytes) -> bytes:

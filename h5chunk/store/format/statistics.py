@@ -32,11 +32,11 @@ class FieldStatistics:
     Attributes
     ----------
     count : tuple of int
-        Number of finite values of each channel.
+        Number of finite values of each channel that are not missing.
     mean, std, minimum, maximum : tuple of float
-        Statistics of the finite values of each channel, NaN if there are none. ``std`` has the divisor ``count``.
+        Statistics of these values of each channel, NaN if there are none. ``std`` has the divisor ``count``.
     num_missing : int
-        Number of NaN and infinite values in all channels.
+        Number of NaN and infinite values, and of those that netCDF's attributes call missing, in all channels.
     """
 
     count: tuple[int, ...]

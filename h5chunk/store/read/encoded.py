@@ -82,13 +82,13 @@ def describe(
     return _decoded(field, shape, dataset.decoder)
 
 
-def holds_images(file: h5py.File, path: Path, dataset: h5py.Dataset, guard: Guard) -> bool:
-    """Return whether the rows of a dataset are JPEG or PNG images, by the rule of `describe`; False if damaged."""
+def holds_images(file: h5py.File, path: Path, name: str, dataset: h5py.Dataset, guard: Guard) -> bool:
+    """Return whether rows of the dataset at the path ``name`` are images, by the rule of `describe`; False if damaged."""
     has_bytes = (dataset.dtype == np.uint8 and dataset.ndim == 2) or dataset.dtype.kind == "S"
     try:
         if not has_bytes and not is_vlen(dataset):
             return False
-        return _are_images(_heads(file, path, describe_field(file, path, "", dataset.name, None, guard)))
+        return _are_images(_heads(file, path, describe_field(file, path, "", name, None, guard)))
     except FileError:
         return False
 

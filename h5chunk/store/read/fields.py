@@ -31,6 +31,7 @@ from h5chunk.store.read.vlen import describe_vlen
 
 MATRIX_PARTS = ("indptr", "indices", "data")
 TENX_PARTS = (b"barcodes", b"indptr", b"indices", b"data", b"shape")
+MAX_LISTED = 8
 WINDOW = "NT"  # beginning of the axes of a field of windows: samples, then time steps
 KIND_ATTRIBUTES = ("encoding-type", "h5sparse_format")
 
@@ -175,8 +176,8 @@ def describe_field(
         holder = guard.find(file, table) if table else None
         if isinstance(holder, h5py.Dataset) and column in (holder.dtype.names or ()):
             raise FieldError(
-                f"{printable(path)}: {table!r} is one dataset with several columns, as AnnData wrote it before 2020: "
-                f"run h5chunk convert, which makes {column!r} a field"
+                f"{printable(path)}: {table!r} is one dataset with several columns: copy this one to its own dataset, "
+                f"such as file['NEW'] = file[{table!r}][{column!r}] (h5chunk convert does so for an .h5ad file)"
             )
         raise _missing(file, path, dataset)
     if isinstance(item, h5py.Group) and header is None:
@@ -205,8 +206,7 @@ def describe_field(
     if not item.shape:
         raise FieldError(f"{where} is a single value: a field must have one row per sample")
     if item.dtype.kind not in "biufS":
-        kind = f"{item.dtype} (variable-length strings)" if h5py.check_string_dtype(item.dtype) else str(item.dtype)
-        raise UnsupportedError(f"{where} has the type {kind}: a field must have numbers or fixed-length strings")
+        raise UnsupportedError(f"{where}: {type_problem(item.dtype)}")
     filtered = item.id.get_create_plist().get_nfilters() > 0
     grid = ChunkGrid(tuple(item.shape), item.chunks, item.dtype.itemsize, filtered)
     axes = small_attribute(item, "axes", b"")
@@ -215,6 +215,31 @@ def describe_field(
     scale = _scale(item, where) if codes else None
     categories = _find_categories(file, guard, dataset.strip("/"), header is not None)
     return Field(name, dataset, grid, item.dtype.newbyteorder("="), axes, scale, categories)
+
+
+def type_problem(dtype: np.dtype) -> str:
+    """Say why a dataset of this type cannot be a field, and how to copy it to one that can.
+
+    ``x`` stands for the values, as h5py reads them.
+    """
+    if h5py.check_string_dtype(dtype):
+        return (
+            "has strings of variable length, but a field needs numbers or strings of fixed length: copy it to another "
+            "dataset, such as file['NEW'] = np.char.encode(x.asstr()[:].astype(str)), which has fixed-length strings"
+        )
+    if dtype.kind == "c":
+        return (
+            f"has complex numbers ({dtype}), but a field needs real numbers: copy it to another dataset of real and "
+            f"imaginary parts, such as file['NEW'] = x[:].view('f{dtype.itemsize // 2}').reshape(*x.shape, 2), which "
+            "torch.view_as_complex converts back"
+        )
+    if dtype.names:
+        names = ", ".join(dtype.names[:MAX_LISTED]) + (", ..." if len(dtype.names) > MAX_LISTED else "")
+        return (
+            f"is a table with the columns {names}, but a field is one dataset: copy the columns to datasets, such as "
+            f"file['NEW'] = x[{dtype.names[0]!r}]"
+        )
+    return f"has the type {dtype}, but a field needs numbers or strings of fixed length: leave it out"
 
 
 def parse_fields(fields: Fields | None, **tables: Mapping[str, str] | None) -> dict[str, str | FlatSamples] | None:

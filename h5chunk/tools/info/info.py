@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,14 @@ from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import errors_as, opened
 from h5chunk.store.read.encoded import holds_images
-from h5chunk.store.read.fields import MATRIX_PARTS, Field, describe_matrix, find_matrix_groups
+from h5chunk.store.read.fields import (
+    MATRIX_PARTS,
+    Field,
+    default_fields,
+    describe_matrix,
+    find_matrix_groups,
+    type_problem,
+)
 from h5chunk.store.read.files import Paths, list_files, open_reader, single_file
 from h5chunk.store.read.ragged import (
     ImagesField,
@@ -34,15 +42,29 @@ from h5chunk.store.read.ragged import (
     read_image_sizes,
     read_indptr,
 )
-from h5chunk.tools.info.layouts import recognise
+from h5chunk.store.read.vlen import describe_vlen
+from h5chunk.tools.chunk_cache import ChunkCacheInfo, cache_of_file
+from h5chunk.tools.info.conventions import is_keras, is_matlab, packing_of, why_no_data
+from h5chunk.tools.info.layouts import Recognised, loader_code, recognise
 from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, ImagesInfo, MachineInfo, MatrixInfo
-from h5chunk.tools.info.summary import BATCH, IMAGES, VLEN, default_fields, training_code, training_fields
+from h5chunk.tools.info.summary import (
+    BATCH,
+    IMAGES,
+    SINGLE,
+    VLEN,
+    images_code,
+    matlab_code,
+    order_key,
+    training_code,
+    training_fields,
+)
 from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.report import python_text, shell_command
 
 PART_VALUES = 1 << 20  # values of a matrix that are read at a time
 LOOK_BYTES = 256 << 20  # the range of values is computed only for matrices with at most this size of values
+MIN_FILES, MAX_CHANNELS = 4, 4  # of a folder with an image per file
 LAYOUTS = {
     h5py.h5d.COMPACT: "compact",
     h5py.h5d.CONTIGUOUS: "contiguous",
@@ -102,16 +124,23 @@ def info(
         except FileError as error:
             broken[str(file)] = str(error).removeprefix(f"{printable(file)}: ")
     name = str(path) if isinstance(path, (str, Path)) else f"{len(files) + len(broken)} files"
-    described = _describe_episodes(name, files) or _describe_set(path, trusted)
+    argument = python_text(str(path)) if isinstance(path, (str, os.PathLike)) else _list_text(map(str, path))
+    described = _describe_episodes(argument, files, trusted) or _describe_set(path, argument, files, trusted)
     return FolderInfo(path=name, num_bytes=num_bytes, files=tuple(files), broken=broken, **described)
 
 
-def _describe_episodes(path: str, files: Sequence[FileInfo]) -> dict[str, Any]:
-    """Return the attributes of `FolderInfo` that describe files of episodes; empty if they are anything else."""
+def _describe_episodes(argument: str, files: Sequence[FileInfo], trusted: bool) -> dict[str, Any]:
+    """Return the attributes of `FolderInfo` that describe files of one layout; empty if they are anything else.
+
+    ``argument`` is the path of the files as a Python expression.
+    """
     if len({(file.layout, *file.fields) for file in files}) != 1 or not files[0].layout:
         return {}
-    found = recognise(files[0].datasets, path)
-    return {"layout": found.name, "code": found.code} if found and found.fields else {}
+    found = [recognise(file.datasets, argument, trusted=trusted) for file in files]
+    if found[0] is None or any(other is None or other.code != found[0].code for other in found):
+        one = shell_command(["h5chunk", "info", files[0].path])
+        return {"layout": files[0].layout, "notes": [f"{one} describes a single file"]}
+    return {"layout": found[0].name, "code": found[0].code, "notes": list(found[0].notes)}
 
 
 def _with_statistics(file: FileInfo, trusted: bool, stats: bool, progress: Progress | None) -> FileInfo:
@@ -130,7 +159,8 @@ def _with_statistics(file: FileInfo, trusted: bool, stats: bool, progress: Progr
             f"{printable(file.path)}: has no dense field of floats or arrays, and other fields have no statistics: "
             "leave out --stats"
         )
-    found = store_statistics(Path(file.path), names, images, trusted=trusted, progress=progress)
+    missing = {name: item.packing.missing for name, item in stored.items() if item and name in names}
+    found = store_statistics(Path(file.path), missing, images, trusted=trusted, progress=progress)
     return replace(file, statistics=found)
 
 
@@ -142,27 +172,92 @@ def _first_like(datasets: Sequence[DatasetInfo], name: str) -> DatasetInfo | Non
     )
 
 
-def _describe_set(path: Paths, trusted: bool) -> dict[str, Any]:
+def _describe_set(path: Paths, argument: str, files: Sequence[FileInfo], trusted: bool) -> dict[str, Any]:
     """Return the attributes of `FolderInfo` that describe the files as one data set.
 
-    If the files do not match, it is only ``mismatch``.
+    The fields are those that readers select by default, or else those that all files have. If the files do not match,
+    the attributes are only ``mismatch``, and the code that joins them, if there is any. ``argument`` is the path of the
+    files as a Python expression.
     """
+    names: list[str] = []
     try:
-        reader = open_reader(path, trusted=trusted)
+        try:
+            reader = open_reader(path, trusted=trusted)
+        except FieldError:
+            names = [name for name in files[0].fields if all(name in file.fields for file in files)] if files else []
+            if not names:
+                raise
+            reader = open_reader(path, fields={name: name for name in names}, trusted=trusted)
     except H5ChunkError as error:
-        return {"mismatch": str(error)}
+        return _describe_parts(path, files) or {"mismatch": str(error)}
     fields = []
+    images = files[0].images if files else []
     for name, field in reader.fields.items():
         kind = str(field.dtype) if isinstance(field, Field) else "sparse row of"
         kind = f"{field.form}, of any size" if isinstance(field, ImagesField) else kind
         fields.append(f"{name} ({f'{kind} {shape_text(field.sample_shape)}'.strip()})")
+    if reader.header is None and (code := _file_per_sample(argument, files, [*reader.fields])):
+        note = "if the rows of the files are samples instead, h5chunk.ChunkDataset reads them"
+        return {"layout": "an image in each file", "code": code, "notes": [note]}
     return {
         "num_samples": tuple(single.num_samples for single in reader.readers),
         "fields": tuple(fields),
         "class_names": reader.header.class_names if reader.header else (),
         "chunk_samples": tuple(single.chunk_samples for single in reader.readers),
         "is_shuffled": bool(reader.header and reader.header.shuffled),
+        "code": training_code(argument, [*reader.fields], () if names else [*reader.fields], images, trusted=trusted),
     }
+
+
+def _file_per_sample(argument: str, files: Sequence[FileInfo], names: Sequence[str]) -> list[str]:
+    """Return the code that reads each file as one sample, if each seems to be an image; empty otherwise."""
+    shapes = {tuple(item.shape for item in file.datasets if item.name in names) for file in files}
+    if len(files) < MIN_FILES or len(shapes) != 1:
+        return []
+    shape, *others = next(iter(shapes))
+    has_channels = len(shape) == 3 and shape[-1] <= MAX_CHANNELS < min(shape[:2])
+    is_image = has_channels or (len(shape) == 2 and shape[0] == shape[1])
+    if not is_image or any(len(other) != len(shape) or other[:2] != shape[:2] for other in others):
+        return []
+    fields = ", ".join(f"{python_text(name)}: {python_text(name)}" for name in names)
+    channels = ', channels="last"' if has_channels else ""
+    return loader_code(f"data = h5chunk.Patches({argument}, {{{fields}}}, {shape[:2]}{channels})")
+
+
+def _describe_parts(path: Paths, files: Sequence[FileInfo]) -> dict[str, Any]:
+    """Describe files that each have other fields of the same samples; empty if they are anything else.
+
+    The code joins them by external links.
+    """
+    owners = {name: file for file in files for name in file.fields}
+    mains = {name: _first_like(file.datasets, name) for name, file in owners.items()}
+    items = [item for item in mains.values() if item]
+    is_split = 1 < len(files) == len({file.fields[0] for file in files if file.fields})
+    if not is_split or len(items) < len(owners) or len({item.shape[0] for item in items}) != 1:
+        return {}
+    names = [item.name for item in sorted(items, key=order_key)]
+    joined = Path(files[0].path).parent / "joined.h5"
+    if isinstance(path, (str, os.PathLike)) and Path(path).is_dir():
+        joined = Path(path).with_name(f"{Path(os.path.abspath(path)).name}-joined.h5")  # not one of the folder's files
+    target, links = python_text(str(joined)), []
+    for name in names:
+        file = python_text(os.path.relpath(owners[name].path, joined.parent))
+        links.append(f"    file[{python_text(name)}] = h5py.ExternalLink({file}, {python_text(name)})")
+    return {
+        "mismatch": "each file has other fields of the same samples; the code joins them by links",
+        "code": [
+            "import h5py",
+            "import h5chunk",
+            f'with h5py.File({target}, "w") as file:',
+            *links,
+            f"data = h5chunk.ChunkDataset({target}, fields={_list_text(names)}, trusted=True)",
+            f"loader = h5chunk.ChunkLoader(data, {BATCH})",
+        ],
+    }
+
+
+def _list_text(names: Iterable[str]) -> str:
+    return f"[{', '.join(map(python_text, names))}]"
 
 
 def _info_file(path: Path, trusted: bool) -> FileInfo:
@@ -177,18 +272,20 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
             guard.check_matrix(file, MATRIX)
         matrix = _describe_matrix(file) if header else None
         datasets, refused = _list_datasets(file, guard, by_h5chunk=header is not None)
-        names = [dataset.name.lstrip("/") for dataset in datasets]
+        names = [*datasets]
         matrices = [matrix] if matrix is not None else _find_matrices(file, path, names)
         images = [_describe_images(file, path, name, header) for name in find_image_groups(names)] if header else []
         groups = {item.name: "part of the matrix" for item in matrices}
         groups |= {item.name: f"part of {item.name}" for item in images}
         cache = default_cache()
-        described = [_describe(dataset, cache, groups) for dataset in datasets]
+        in_keras = header is None and is_keras(file)
+        described = []
+        for name, dataset in datasets.items():
+            why = groups.get(name.rpartition("/")[0], "") or why_no_data(name, dataset, in_keras=in_keras)
+            described.append(_describe(name, dataset, path, cache, why))
         images_in = _find_image_rows(file, path, datasets, guard) if header is None else set()
         described = [replace(item, verdict=IMAGES) if item.name in images_in else item for item in described]
-        fields = training_fields(described, matrices, images, header)
-        code = training_code(shown(path), fields, default_fields(file, header), images) if fields else []
-        found = recognise(described, shown(path)) if header is None and not matrices else None
+        found = _find_code(file, path, described, matrices, images, header, trusted)
         return FileInfo(
             path=shown(path),
             num_bytes=path.stat().st_size,
@@ -198,18 +295,76 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
             matrices=matrices,
             images=images,
             refused=[str(error).removeprefix(f"{printable(path)}: ") for error in refused],
-            fields=found.fields if found else fields,
-            code=found.code if found else code,
-            layout=found.name if found else "",
+            fields=found.fields,
+            code=found.code,
+            layout=found.name,
+            notes=list(found.notes),
+            chunk_cache=_find_cache(file, path, found, described, matrices, header),
         )
 
 
-def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[list[h5py.Dataset], list[FileError]]:
-    """Return the datasets, sorted by name, and the errors of datasets that were refused.
+def _find_code(
+    file: h5py.File,
+    path: Path,
+    datasets: Sequence[DatasetInfo],
+    matrices: Sequence[MatrixInfo],
+    images: Sequence[ImagesInfo],
+    header: Header | None,
+    trusted: bool,
+) -> Recognised:
+    """Return the layout of a file, if it is known, its fields, and the code that loads them."""
+    name, argument = shown(path), python_text(shown(path))
+    if header is None and is_keras(file):
+        return Recognised("weights of a Keras model, which are not samples", [], [])
+    if header is None and is_matlab(file):
+        fields, code = matlab_code(name, datasets)
+        shapes = [
+            f"{item.name} is {shape_text(item.shape[::-1])} in MATLAB" for item in datasets if item.name in fields
+        ]
+        return Recognised("written by MATLAB, whose axes HDF5 has in reverse order", fields, code, notes=shapes)
+    if header is None and not matrices:
+        if (found := recognise(datasets, argument, trusted=trusted)) is not None:
+            return found
+        if code := images_code(name, datasets):
+            return Recognised(
+                "", [], code, notes=["the code copies the images unchanged, and decodes them in training"]
+            )
+    fields = training_fields(datasets, matrices, images, header)
+    try:
+        usual = [*default_fields(file, path, header).values()]
+    except FieldError:
+        usual = []
+    return Recognised("", fields, training_code(argument, fields, usual, images, trusted=trusted) if fields else [])
+
+
+def _find_cache(
+    file: h5py.File,
+    path: Path,
+    found: Recognised,
+    datasets: Sequence[DatasetInfo],
+    matrices: Sequence[MatrixInfo],
+    header: Header | None,
+) -> ChunkCacheInfo | None:
+    """Describe the chunk cache for the largest of the fields whose rows are samples."""
+    rows = {item.name: item.num_rows or 0 for item in matrices if item.name in found.fields}
+    sizes = {item.name: item.sample_bytes for item in datasets if item.name in found.fields and item.can_train}
+    name = next(iter(rows), None) or max(sizes, key=lambda name: sizes[name], default=None)
+    if name is None or any("h5chunk.convert(" in line for line in found.code):
+        return None
+    num_rows = rows.get(name) or next(item.shape[0] for item in datasets if item.name == name)
+    with errors_as(FileError, f"{printable(path)}: {name!r} cannot be described"):
+        return cache_of_file(file, path, python_text(shown(path)), name, num_rows, header)
+
+
+def _list_datasets(
+    file: h5py.File, guard: Guard, *, by_h5chunk: bool
+) -> tuple[dict[str, h5py.Dataset], list[FileError]]:
+    """Return the datasets by path, sorted, and the errors of datasets that were refused.
 
     The group /h5chunk is left out.
     """
-    datasets, refused = [], []
+    datasets: dict[str, h5py.Dataset] = {}
+    refused = []
     for name, item in sorted(guard.walk(file), key=lambda pair: pair[0]):
         if by_h5chunk and name.startswith(f"{GROUP}/"):
             continue
@@ -219,28 +374,30 @@ def _list_datasets(file: h5py.File, guard: Guard, *, by_h5chunk: bool) -> tuple[
             with errors_as(FieldError, f"{name!r} has a type that NumPy does not have"):
                 if not (by_h5chunk and name == f"{MATRIX}/data"):  # a binary matrix stores no values
                     guard.check_field(item, name)
-                datasets += [item] if item.dtype else []
+                if item.dtype:
+                    datasets[name] = item
         except FileError as error:
             refused.append(error)
     return datasets, refused
 
 
-def _find_image_rows(file: h5py.File, path: Path, datasets: Sequence[h5py.Dataset], guard: Guard) -> set[str]:
+def _find_image_rows(file: h5py.File, path: Path, datasets: Mapping[str, h5py.Dataset], guard: Guard) -> set[str]:
     """Return the names of the datasets with an encoded image in each row.
 
     If the names of several datasets differ only in numbers, one is examined, and the others are taken to be like it.
     """
     known: dict[tuple[object, ...], bool] = {}
     found = set()
-    for dataset in datasets:
-        key = re.sub(r"\d+", "*", dataset.name), dataset.dtype.kind, dataset.ndim
+    for name, dataset in datasets.items():
+        key = re.sub(r"\d+", "*", name), dataset.dtype.kind, dataset.ndim
         if key not in known:
-            known[key] = holds_images(file, path, dataset, guard)
-        found |= {dataset.name.lstrip("/")} if known[key] else set()
+            known[key] = holds_images(file, path, name, dataset, guard)
+        found |= {name} if known[key] else set()
     return found
 
 
-def _describe(dataset: h5py.Dataset, cache: CacheSettings, groups: Mapping[str, str]) -> DatasetInfo:
+def _describe(name: str, dataset: h5py.Dataset, path: Path, cache: CacheSettings, verdict: str) -> DatasetInfo:
+    """Describe the dataset at the path ``name``. ``verdict`` says what it has, if it has no data of samples."""
     properties = dataset.id.get_create_plist()
     numbers = [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
     grid = ChunkGrid(tuple(dataset.shape or ()), dataset.chunks, dataset.dtype.itemsize, bool(numbers))
@@ -249,7 +406,7 @@ def _describe(dataset: h5py.Dataset, cache: CacheSettings, groups: Mapping[str, 
     num_unwritten = count_unwritten(dataset)
     reads = grid.reads_per_sample(cached) if usable else 0
     return DatasetInfo(
-        name=dataset.name.lstrip("/"),
+        name=name,
         shape=grid.shape,
         dtype=str(dataset.dtype),
         layout=LAYOUTS.get(properties.get_layout(), "unknown"),
@@ -263,25 +420,28 @@ def _describe(dataset: h5py.Dataset, cache: CacheSettings, groups: Mapping[str, 
         chunks_per_sample=grid.chunks_per_sample if usable else 0,
         reads_per_sample=reads,
         amplification=grid.amplification(cached) if usable else 1.0,
-        verdict=_verdict(dataset, grid, reads, groups),
+        verdict=verdict or _verdict(dataset, path, grid, reads),
         num_unwritten=num_unwritten,
         reads_as=unwritten_value(dataset) if num_unwritten else "",
+        packing=packing_of(dataset),
     )
 
 
-def _verdict(dataset: h5py.Dataset, grid: ChunkGrid, reads: int, groups: Mapping[str, str]) -> str:
-    if part := groups.get(dataset.name.lstrip("/").rpartition("/")[0]):
-        return part
+def _verdict(dataset: h5py.Dataset, path: Path, grid: ChunkGrid, reads: int) -> str:
     if not grid.shape:
-        return "a single value, which has no axis of samples"
+        return SINGLE
     if is_vlen(dataset):
+        try:
+            describe_vlen(dataset, path, "")
+        except FileError as error:
+            return str(error).partition(f"{dataset.name!r} ")[2] or str(error)
         return VLEN
     if dataset.dtype.kind not in "biufS":
-        return f"type {dataset.dtype} is neither a number nor a string of fixed length"
+        return type_problem(dataset.dtype)
     if 0 in grid.shape:
         return "empty"
     if dataset.is_virtual:
-        return "a view of other files; run info on those files"
+        return "good: a view, which HDF5 reads in one thread"
     if grid.chunks is None:
         return "good: each sample is stored in consecutive bytes"
     if grid.chunks_per_sample > 1:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from h5chunk.tools.info.summary import TRUSTED, order_key
 from h5chunk.tools.report import python_text
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Layout(NamedTuple):
 
     ``find(shapes, num_steps)`` returns the datasets by field and the other arguments of ``reader``, a class of
     `h5chunk`; None if a file has another layout. ``num_steps`` is the number of time steps of a window. Default:
-    ``usual_steps``. ``method`` is a call on the object that ``reader`` returns.
+    ``usual_steps``. ``method`` is a call on the object that ``reader`` returns. ``notes`` say what is left out.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Layout(NamedTuple):
     usual_steps: int = 1
     reader: str = "Windows"
     method: str = ""
+    notes: Sequence[str] = ()
 
 
 def _groups(shapes: Shapes, num_steps: int) -> Found | None:
@@ -72,6 +74,23 @@ def _one_file_each(shapes: Shapes, num_steps: int) -> Found | None:
     fields = {name.rpartition("/")[2]: name for name in named}
     strides = ", ".join(f"{python_text(name)}: {num_steps}" for name in fields if name != "action")
     return fields, f'length=1, stride={{{strides}}}, padding="edge"'
+
+
+def _minari(shapes: Shapes, num_steps: int) -> Found | None:
+    """Recognise Minari: groups ``episode_0/NAME``, in which observations have one time step more than actions."""
+    episodes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        if match := re.fullmatch(r"(episode_\d+)/(.+)", name):
+            episodes.setdefault(match[1], {})[match[2]] = shape
+    if not episodes:
+        return None
+    names = [
+        name
+        for name, (_, *step) in next(iter(episodes.values())).items()
+        if all(own.get(name, ())[1:] == tuple(step) for own in episodes.values())
+        and all("actions" in own and own[name][0] == own["actions"][0] for own in episodes.values())
+    ]
+    return {name.rpartition("/")[2]: f"*/{name}" for name in sorted(names)[:MAX_FIELDS]}, f"length={num_steps}"
 
 
 def _flat(shapes: Shapes, num_steps: int) -> Found | None:
@@ -132,6 +151,15 @@ def _num_numbered(names: Iterable[str]) -> int:
 LAYOUTS = (
     Layout("layout of robomimic, with a group per episode", _groups, 10),
     Layout("layout of ALOHA and ACT, with a file per episode", _one_file_each, 100),
+    Layout(
+        "layout of Minari, with a group per episode",
+        _minari,
+        10,
+        notes=(
+            "observations have one step more than actions, and fields of h5chunk.Windows have equal lengths: copy the "
+            "episodes to a new file with h5py, with observations[:-1], and add the field",
+        ),
+    ),
     Layout("layout of stable-worldmodel, with all episodes one after another", _flat, 4),
     Layout("layout of makani, with a series of channels on a grid", _series, 2),
     Layout(
@@ -148,57 +176,84 @@ class Recognised(NamedTuple):
     """A layout that a file has, the datasets of its fields, and lines of Python that create a loader.
 
     ``samples`` has the paths of datasets, with * for the name of a sample, if each sample is a dataset or group.
+    ``notes`` say what the code leaves out.
     """
 
     name: str
     fields: list[str]
     code: list[str]
     samples: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
-def recognise(datasets: Sequence[DatasetInfo], path: str, num_steps: int | None = None) -> Recognised | None:
+def recognise(
+    datasets: Sequence[DatasetInfo], path: str, num_steps: int | None = None, *, trusted: bool = False
+) -> Recognised | None:
     """Return the layout of episodes or a series that a file has, with the code that opens its windows, or None.
 
-    ``num_steps`` is the number of time steps of a window. Default: the usual number for the layout.
+    ``path`` is a Python literal. ``num_steps`` is the number of time steps of a window. Default: the usual number for
+    the layout.
     """
     shapes = {item.name.strip("/"): item.shape for item in datasets if item.can_train}
     shapes |= {item.name.strip("/"): (*item.shape[:1], 0, 0, 0) for item in datasets if item.has_images}
+    more = TRUSTED if trusted else ""
     for layout in LAYOUTS:
         if (found := layout.find(shapes, num_steps or layout.usual_steps)) is not None and found[0]:
             fields = ", ".join(f"{python_text(name)}: {python_text(of)}" for name, of in found[0].items())
-            data = f"data = h5chunk.{layout.reader}({python_text(path)}, {{{fields}}}, {found[1]}){layout.method}"
-            return Recognised(layout.name, list(found[0].values()), loader_code(data))
-    patterns = _alike(datasets)
+            data = f"data = h5chunk.{layout.reader}({path}, {{{fields}}}, {found[1]}{more}){layout.method}"
+            return Recognised(layout.name, list(found[0].values()), loader_code(data), notes=layout.notes)
+    patterns, notes = _keyed(datasets)
     if not patterns:
         return None
     argument = python_text(patterns[0]) if len(patterns) == 1 else f"[{', '.join(map(python_text, patterns))}]"
-    data = f"data = h5chunk.Keyed({python_text(path)}, {argument})"
-    return Recognised("a dataset or group for each sample", [], loader_code(data), patterns)
+    data = f"data = h5chunk.Keyed({path}, {argument}{more})"
+    return Recognised("a dataset or group for each sample", [], loader_code(data), patterns, notes)
 
 
 def loader_code(data: str) -> list[str]:
     return ["import h5chunk", data, f"loader = h5chunk.ChunkLoader(data, {BATCH})"]
 
 
-def _alike(datasets: Sequence[DatasetInfo]) -> list[str]:
-    """Return the paths that many datasets of one type match, with * for the name of a sample; empty if there are none.
+def _keyed(datasets: Sequence[DatasetInfo]) -> tuple[list[str], list[str]]:
+    """Return the paths that many datasets of one type match, with * for the name of a sample, and notes on others.
 
-    These datasets must have at least half of the bytes of all datasets in the file.
+    The paths are those of fields that `h5chunk.Keyed` can read together: each sample has all of them, and only one of
+    them differs in length between samples. They must have at least half of the bytes of all datasets in the file.
     """
-    items = {item.name.strip("/"): item for item in datasets if item.can_train}
+    items = {item.name.strip("/"): item for item in datasets if item.can_train or item.is_number}
     some = random.Random(0).sample(sorted(items), min(len(items), LOOKED_AT))
     likely = Counter(pattern for name in some for pattern in _patterns(name)).most_common(MAX_FIELDS)
-    found: dict[str, list[DatasetInfo]] = {pattern: [] for pattern, _ in sorted(likely)}
+    found: dict[str, dict[str, DatasetInfo]] = {pattern: {} for pattern, _ in sorted(likely)}
     for name, item in items.items():
         for pattern in found.keys() & _patterns(name):
-            found[pattern].append(item)
-    alike = {name: of for name, of in found.items() if len({(item.dtype, item.shape[1:]) for item in of}) == 1}
+            found[pattern][name[pattern.index("*") : len(name) - len(pattern) + pattern.index("*") + 1]] = item
+    alike = {
+        pattern: of
+        for pattern, of in found.items()
+        if len({(item.dtype, len(item.shape), item.shape[1:]) for item in of.values()}) == 1
+    }
     most = max(map(len, alike.values()), default=0)
-    before = next((name for name, of in alike.items() if len(of) == most), "").partition("*")[0]
-    alike = {name: of for name, of in alike.items() if len(of) == most and name.partition("*")[0] == before}
-    stored = sum(item.stored_bytes for of in alike.values() for item in of)
-    is_most = most >= MIN_SAMPLES and 2 * stored >= sum(item.stored_bytes for item in datasets)
-    return list(alike) if is_most else []
+    largest = {pattern: sum(item.num_bytes for item in of.values()) for pattern, of in alike.items() if len(of) == most}
+    if most < MIN_SAMPLES:
+        return [], []
+    main = max(largest, key=lambda pattern: largest[pattern])
+    own = {
+        pattern: of
+        for pattern, of in alike.items()
+        if of.keys() == alike[main].keys() and pattern.partition("*")[0] == main.partition("*")[0]
+    }
+    if 2 * sum(item.stored_bytes for of in own.values() for item in of.values()) < sum(
+        item.stored_bytes for item in datasets
+    ):
+        return [], []
+    names = sorted(own, key=lambda pattern: order_key(next(iter(own[pattern].values()))))
+    ragged = [name for name in names if len({item.shape[:1] for item in own[name].values()}) > 1]
+    notes = [
+        f"{name} also differs in length between samples, and h5chunk.Keyed reads one such field at a time: "
+        f"h5chunk.Keyed(..., {python_text(name)}) reads it in the same order of samples"
+        for name in ragged[1:]
+    ]
+    return [name for name in names if name not in ragged[1:]], notes
 
 
 def _patterns(name: str) -> set[str]:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from h5chunk.errors import count_text, human_bytes
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.source import shape_text
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.statistics import FieldStatistics, merged
-from h5chunk.tools.info.summary import IMAGES, summarise
+from h5chunk.tools.chunk_cache import ChunkCacheInfo
+from h5chunk.tools.info.conventions import Packing
+from h5chunk.tools.info.summary import IMAGES, SINGLE, summarise
 from h5chunk.tools.report import Report, list_some, shell_command, values_text
 
 SHOWN, SHOWN_REFUSED = 20, 5  # maximum number of files, and of refused datasets, in the text; JSON lists all
+SHOWN_PACKED = 6
 NOTABLE = 2.0  # read amplification above which the report mentions it
 
 
@@ -39,6 +45,7 @@ class DatasetInfo(Report):
     verdict: str
     num_unwritten: int = 0  # number of chunks that were never written, which is legal; 1 for a contiguous dataset
     reads_as: str = ""  # the value that unwritten chunks read as
+    packing: Packing = field(default_factory=Packing)  # what the stored numbers mean, by netCDF's attributes
 
     @property
     def can_train(self) -> bool:
@@ -49,6 +56,20 @@ class DatasetInfo(Report):
     def has_images(self) -> bool:
         """True if each row is an encoded image."""
         return self.verdict == IMAGES
+
+    @property
+    def is_number(self) -> bool:
+        """True if the dataset is a single number, which may belong to one sample of many."""
+        return self.verdict == SINGLE and np.dtype(self.dtype).kind in "biuf"
+
+    @property
+    def num_axes(self) -> int:
+        return len(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the decoded values in bytes."""
+        return self.sample_bytes * (self.shape[0] if self.shape else 1)
 
     @property
     def is_cut(self) -> bool:
@@ -67,7 +88,7 @@ class DatasetInfo(Report):
         if self.num_unwritten:
             part = f"{count_text(self.num_unwritten, 'chunk')} " if self.num_unwritten < self.num_chunks else ""
             lines.append(f"    {part}never written (reads as {self.reads_as})")
-        return lines
+        return [*lines, *([f"    {self.packing}"] if self.packing else [])]
 
 
 @dataclass(frozen=True)
@@ -149,6 +170,8 @@ class FileInfo(Report):
     statistics: dict[str, FieldStatistics] = field(default_factory=dict)  # statistics of fields, if requested
     code: list[str] = field(default_factory=list)  # lines of Python that create a loader; empty without fields
     layout: str = ""  # the published layout of episodes or series that the file has; empty if it has none
+    notes: list[str] = field(default_factory=list)  # what the numbers mean, and what the code leaves out
+    chunk_cache: ChunkCacheInfo | None = None  # the cache of the main field; None if its samples share no chunks
     show_all: bool = False  # whether to list every dataset, instead of a summary
 
     def lines(self) -> list[str]:
@@ -162,6 +185,8 @@ class FileInfo(Report):
             origin = f"h5chunk format {self.header.format_version}, {samples}, {order}"
         lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {origin}"]
         lines += [f"    {line}" for line in self.code]
+        lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  {line}" for line in (self.chunk_cache.lines() if self.chunk_cache else ())]
         if self.header and self.header.class_names:
             lines.append(f"  classes {list_some(self.header.class_names)}")
         lines += [
@@ -178,11 +203,19 @@ class FileInfo(Report):
         lines += [f"  not read: {reason}" for reason in refused]
         if len(refused) < len(self.refused):
             lines.append(f"  not read: {len(self.refused) - len(refused):,} more (--all)")
-        lines += [f"  {line}" for name, found in self.statistics.items() for line in _statistics_lines(name, found)]
+        packed = [] if self.show_all else [item for item in self.datasets if item.packing and item.can_train]
+        lines += [f"  {item.name}: {item.packing}" for item in packed[:SHOWN_PACKED]]
+        lines += [f"  {len(packed) - SHOWN_PACKED:,} more packed datasets (--all)"] if packed[SHOWN_PACKED:] else []
+        for name, found in self.statistics.items():
+            lines += [f"  {line}" for line in _statistics_lines(name, found, self.packing_of(name))]
         lines += [f"  {line}" for line in self._advice()]
         if not self.datasets and not self.refused:
             lines.append("  no datasets")
         return lines
+
+    def packing_of(self, name: str) -> Packing:
+        """Return what the numbers of a field mean."""
+        return next((item.packing for item in self.datasets if item.name == name), Packing())
 
     def _advice(self) -> list[str]:
         """Return advice if plain reads of a dataset are slow, or samples are cut into several chunks."""
@@ -205,18 +238,30 @@ class FileInfo(Report):
         return lines
 
 
-def _statistics_lines(name: str, found: FieldStatistics) -> list[str]:
-    mean, std = (", ".join(f"{value:.6g}" for value in column[:SHOWN]) for column in (found.mean, found.std))
-    more = f", ... ({len(found.mean):,} channels)" if len(found.mean) > SHOWN else ""
-    missing = f"; {count_text(found.num_missing, 'value')} NaN or infinite" if found.num_missing else ""
+def _statistics_lines(name: str, found: FieldStatistics, packing: Packing) -> list[str]:
+    mean, std = (_some(column) for column in (found.mean, found.std))
+    what = "missing, NaN or infinite" if packing.missing else "NaN or infinite"
+    missing = f"; {count_text(found.num_missing, 'value')} {what}" if found.num_missing else ""
     if not any(found.count):
-        return [f"{name}  all values are NaN or infinite"]
-    values = f"mean=({mean}{more}), std=({std}{more})"
+        return [f"{name}  all values are {what}"]
+    values = f"mean=({mean}), std=({std})"
     is_usable = all(value > 0 for value in found.std)
-    return [
-        f"{name}  Normalize({values})" if is_usable else f"{name}  {values}: Normalize needs each std to be positive",
-        f"    values from {min(found.minimum):.6g} to {max(found.maximum):.6g}{missing}",
+    stored = " of stored values" if packing else ""
+    lines = [
+        f"{name}  Normalize({values}){stored}"
+        if is_usable
+        else f"{name}  {values}: Normalize needs each std to be positive",
+        f"    values{stored and ' as stored'} from {min(found.minimum):.6g} to {max(found.maximum):.6g}{missing}",
     ]
+    if packing.is_packed:
+        mean = _some([value * packing.scale + packing.offset for value in found.mean])
+        lines.append(f"    unpacked: mean=({mean}), std=({_some([value * abs(packing.scale) for value in found.std])})")
+    return lines
+
+
+def _some(column: Sequence[float]) -> str:
+    more = f", ... ({len(column):,} channels)" if len(column) > SHOWN else ""
+    return ", ".join(f"{value:.6g}" for value in column[:SHOWN]) + more
 
 
 @dataclass(frozen=True)
@@ -233,7 +278,8 @@ class FolderInfo(Report):
     chunk_samples: tuple[int, ...] = ()  # samples per chunk in each file
     is_shuffled: bool = False  # whether the samples of all files were shuffled together when they were written
     layout: str = ""  # the published layout of episodes that all files have; empty if they have none
-    code: list[str] = field(default_factory=list)  # lines of Python that create a loader of windows
+    code: list[str] = field(default_factory=list)  # lines of Python that create a loader
+    notes: list[str] = field(default_factory=list)
     mismatch: str = ""  # why the files do not form one data set; empty if they do
 
     def facts(self) -> dict[str, Any]:
@@ -245,6 +291,7 @@ class FolderInfo(Report):
         layout = f", {self.layout}" if self.layout else ""
         lines = [f"{self.path}: {files}, {human_bytes(self.num_bytes)}{layout}"]
         lines += [f"    {line}" for line in self.code]
+        lines += [f"  note: {note}" for note in self.notes]
         if self.mismatch:
             lines.append(f"  not one data set: {self.mismatch}")
         elif not self.layout:
@@ -257,7 +304,7 @@ class FolderInfo(Report):
             lines.append(f"  samples per chunk: {chunks}")
         for name in self.files[0].statistics if self.files and not self.mismatch else ():
             found = merged([file.statistics[name] for file in self.files])
-            lines += [f"  {line}" for line in _statistics_lines(name, found)]
+            lines += [f"  {line}" for line in _statistics_lines(name, found, self.files[0].packing_of(name))]
         lines += [f"  cannot be opened: {path} ({why})" for path, why in list(self.broken.items())[:SHOWN]]
         for number, file in enumerate(self.files[:SHOWN]):
             samples = f"{count_text(self.num_samples[number], 'sample')}, " if self.num_samples else ""

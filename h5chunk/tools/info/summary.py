@@ -6,7 +6,8 @@ Datasets that suit training come first, and similar datasets share a line.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h5chunk.errors import count_text, human_bytes
@@ -22,8 +23,17 @@ MAX_LINES = 12  # maximum lines for datasets that suit training; half as many fo
 MAX_FIELDS = 8  # fields in a line of Python
 NO_TENSORS = ("|S", "float128", "longdouble", ">f16")  # types that torch does not have
 BATCH = 256
-IMAGES = "JPEG or PNG images, which h5chunk.Windows decodes"
+IMAGES = "JPEG or PNG images, which h5chunk.Windows decodes if they have one size"
+SINGLE = "a single value, which has no axis of samples"
 VLEN = "arrays of variable length, a field that must be named: ChunkDataset(path, fields=[...])"
+TRUSTED = ", trusted=True"
+IMAGE_NAMES = re.compile(
+    r"ima?ge?s?\b|image|img|frame|rgb|photo|picture|pixel|video|scan|slice|volume|point|(^|/)(x|data)$|raw"
+)
+TARGETS = re.compile(
+    r"label|mask|target|segm|annot|truth|class|categor|normal|weight|(^|[/_])(y|gt|ids?|idx|index|indices|faces?)($|[/_])|_y$"
+)
+TESTS = re.compile(r"(^|[/_.])(test|val|valid|validation|dev)(_|$|/|\d)")
 RESIZING = "from h5chunk.transforms import RandomResizedCrop"
 
 
@@ -35,20 +45,23 @@ def training_fields(
 ) -> list[str]:
     """Return the names of fields to train on; empty if no dataset suits training.
 
-    The first name is that of the main field: the one that the header names, ``images``, ``X``, or the largest dataset.
-    Other fields must have the same length. They are those that the header names, ``labels``, or datasets in the same
-    group or a parent group.
+    The first name is that of the main field: the one that the header names, ``images``, ``X``, or the first dataset by
+    `order_key`. Other fields must have the same length. They are those that the header names, ``labels``, or datasets
+    in the same group or a parent group.
     """
-    numeric = {item.name: item for item in datasets if item.can_train and not item.dtype.startswith(NO_TENSORS)}
+    arrays = [item for item in datasets if item.verdict == VLEN and not matrices][:1]  # samples of only one field may
+    numeric = {item.name: item for item in sorted([*_tensors(datasets), *arrays], key=order_key)}  # differ in length
     rows = {item.name: item.num_rows for item in matrices if item.num_rows}
     rows |= {item.name: item.num_images for item in images}
     lengths = {name: item.shape[0] for name, item in numeric.items()} | rows
     usual = [name for name in (header.fields if header else ()) if name in lengths]
     main = next((name for name in (*usual, "images", "X") if name in lengths), None)
     if main is None:
-        sizes = {name: item.stored_bytes for name, item in numeric.items()}
-        sizes |= {item.name: item.stored_bytes for item in matrices if item.num_rows}
+        sizes = {item.name: item.stored_bytes for item in matrices if item.num_rows}
         main = max(sizes, key=lambda name: sizes[name], default=None)
+        first = next(iter(numeric.values()), None)
+        if first is not None and (main is None or first.num_bytes > sizes[main]):
+            main = first.name
     if main is None:
         return []
     others = [*usual, "labels"]
@@ -58,33 +71,112 @@ def training_fields(
     return [main, *others][: max(MAX_FIELDS, len(usual))]
 
 
+def order_key(item: DatasetInfo) -> tuple[bool, bool, bool, int, str]:
+    """Return a key that sorts datasets so that images come first, and masks and labels last.
+
+    Transforms apply to the first field.
+    """
+    is_target = TARGETS.search(item.name.lower()) is not None
+    is_image = len(item.shape) > 1 and IMAGE_NAMES.search(item.name.lower()) is not None
+    is_test = TESTS.search(item.name.lower()) is not None
+    return is_target, not is_image, is_test, -item.num_bytes, item.name
+
+
 def _folder(name: str) -> str:
     return name.rpartition("/")[0]
 
 
 def training_code(
-    path: str, fields: Sequence[str], usual: Sequence[str], images: Sequence[ImagesInfo] = ()
+    path: str,
+    fields: Sequence[str],
+    usual: Sequence[str],
+    images: Sequence[ImagesInfo] = (),
+    *,
+    trusted: bool = False,
 ) -> list[str]:
-    """Return lines of Python that create a loader of ``fields``.
+    """Return lines of Python that create a loader of ``fields``. ``path`` is a Python literal.
 
     The lines leave out the names of the fields if they are ``usual``, those that readers select by default.
     """
-    argument, transforms, imports = python_text(path), "", ["import h5chunk"]
+    transforms, imports = "", ["import h5chunk"]
     if any(item.name == fields[0] for item in images):
         transforms, imports = ", transforms=[RandomResizedCrop(224)]", [*imports, RESIZING]
-    if list(fields) == list(usual):
-        return [*imports, f"loader = h5chunk.ChunkLoader({argument}, {BATCH}{transforms})"]
-    names = ", ".join(map(python_text, fields))
-    data = f"data = h5chunk.ChunkDataset({argument}, fields=[{names}])"
+    names = "" if list(fields) == list(usual) else f", fields=[{', '.join(map(python_text, fields))}]"
+    if not names and not trusted:
+        return [*imports, f"loader = h5chunk.ChunkLoader({path}, {BATCH}{transforms})"]
+    data = f"data = h5chunk.ChunkDataset({path}{names}{TRUSTED if trusted else ''})"
     return [*imports, data, f"loader = h5chunk.ChunkLoader(data, {BATCH}{transforms})"]
 
 
-def default_fields(names: Iterable[str], header: Header | None) -> list[str]:
-    """Return the members that readers select as fields by default; empty if the user must name fields."""
-    members = set(names)
-    recorded = [name for name in (header.fields if header else ()) if name in members]
-    main = next((name for name in ("images", "X") if name in members), None)
-    return recorded or ([main, *({"labels"} & members)] if main else [])
+def images_code(path: str, datasets: Sequence[DatasetInfo]) -> list[str]:
+    """Return code that joins the images in the rows of a dataset with their labels; empty if there are no images.
+
+    It copies the images unchanged to a file that `h5chunk.ChunkLoader` decodes, whatever their sizes.
+    """
+    rows = max((item for item in datasets if item.has_images), key=lambda item: item.shape[0], default=None)
+    if rows is None:
+        return []
+    data = sorted(
+        (item for item in datasets if item.can_train and not item.dtype.startswith(NO_TENSORS)), key=order_key
+    )
+    alike = [item.name for item in data if item.shape == rows.shape[:1] and _folder(item.name) == _folder(rows.name)]
+    values = [f'"images": self.file[{python_text(rows.name)}][i].tobytes()']
+    values += [
+        f"{python_text(name.rpartition('/')[2])}: self.file[{python_text(name)}][i]" for name in alike[:MAX_FIELDS]
+    ]
+    target = python_text(f"{Path(path).stem}-images.h5")
+    return [
+        "import h5py",
+        "import h5chunk",
+        RESIZING,
+        "class Images:",
+        f"    def __init__(self): self.file = h5py.File({python_text(path)})",
+        f"    def __len__(self): return {rows.shape[0]}",
+        f"    def __getitem__(self, i): return {{{', '.join(values)}}}",
+        f"h5chunk.convert(Images(), {target}, keep_encoded=True, workers=0)",
+        f"loader = h5chunk.ChunkLoader({target}, {BATCH}, transforms=[RandomResizedCrop(224)])",
+    ]
+
+
+def matlab_code(path: str, datasets: Sequence[DatasetInfo]) -> tuple[list[str], list[str]]:
+    """Return the fields of a file of MATLAB, and code that loads them; both are empty if there are none.
+
+    MATLAB's first axis is HDF5's last one, and samples may be along either. The number of samples is the length of that
+    of these axes of the main field that most other fields share. The code transposes fields with samples along the
+    last axis.
+    """
+    data = _tensors(datasets)
+    if not data:
+        return [], []
+    data = [item for item in data if _folder(item.name) == _folder(data[0].name)]
+    first, *_, last = (*data[0].shape, data[0].shape[-1])
+    counts = {size: sum(size in (item.shape[0], item.shape[-1]) for item in data) for size in (last, first) if size > 1}
+    num_samples = max(
+        counts, key=lambda size: (counts[size], size == (first if data[0].num_axes > 2 else last)), default=1
+    )
+    fields = [item for item in data if num_samples in (item.shape[0], item.shape[-1])][:MAX_FIELDS]
+    names = [item.name for item in fields]
+    if all(item.shape[0] == num_samples for item in fields):
+        return names, training_code(python_text(path), names, ())
+    arrays = [
+        f"file[{python_text(item.name)}][:]{'' if item.shape[0] == num_samples else '.T'}.squeeze()" for item in fields
+    ]
+    named = [f"{python_text(name.rpartition('/')[2])}: {array}" for name, array in zip(names, arrays, strict=True)]
+    target = python_text(f"{Path(path).stem}-rows.h5")
+    return names, [
+        "import h5py",
+        "import h5chunk",
+        f"with h5py.File({python_text(path)}) as file:  # .T makes MATLAB's first axis the axis of samples",
+        f"    h5chunk.convert({{{', '.join(named)}}}, {target})",
+        f"loader = h5chunk.ChunkLoader({target}, {BATCH})",
+    ]
+
+
+def _tensors(datasets: Sequence[DatasetInfo]) -> list[DatasetInfo]:
+    """Return the datasets that can be tensors, images first, and masks and labels last."""
+    return sorted(
+        (item for item in datasets if item.can_train and not item.dtype.startswith(NO_TENSORS)), key=order_key
+    )
 
 
 def summarise(datasets: Sequence[DatasetInfo]) -> list[str]:

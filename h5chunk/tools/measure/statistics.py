@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,9 +22,16 @@ MAX_MERGED = 64  # number of batch statistics that are merged at a time
 
 
 def store_statistics(
-    path: Path, fields: Sequence[str], images: Collection[str], *, trusted: bool, progress: Progress | None = None
+    path: Path,
+    fields: Mapping[str, Sequence[float]],
+    images: Collection[str],
+    *,
+    trusted: bool,
+    progress: Progress | None = None,
 ) -> dict[str, FieldStatistics]:
     """Compute the statistics of these fields of a file, store them beside it, and return them.
+
+    ``fields`` has the stored values of each field that mean that there is no value; the statistics leave them out.
 
     A * in the path of a field stands for all episodes, as in `h5chunk.Windows`. Fields in ``images`` are JPEG or PNG
     images, whose pixels the statistics describe.
@@ -36,7 +43,7 @@ def store_statistics(
         for name in fields
     }
     add = count_up("statistics", sum(map(len, datasets.values())), progress)
-    found = {name: _statistics(dataset, name, add) for name, dataset in datasets.items()}
+    found = {name: _statistics(dataset, name, fields[name], add) for name, dataset in datasets.items()}
     write_text(statistics_path(path), statistics_text(path, found))
     return found
 
@@ -46,7 +53,9 @@ def has_statistics(dtype: str, sample_shape: tuple[int, ...]) -> bool:
     return not dtype.startswith("|S") and (bool(sample_shape) or "float" in dtype)
 
 
-def _statistics(dataset: ChunkDataset, name: str, add: Callable[[int], None]) -> FieldStatistics:
+def _statistics(
+    dataset: ChunkDataset, name: str, missing: Sequence[float], add: Callable[[int], None]
+) -> FieldStatistics:
     field = dataset.field(name)
     assert isinstance(field, Field)
     is_window = isinstance(dataset, Windows)
@@ -56,7 +65,7 @@ def _statistics(dataset: ChunkDataset, name: str, add: Callable[[int], None]) ->
     parts: list[FieldStatistics] = []
     loader = ChunkLoader(dataset, batch_size, shuffle=False, reuse=True, resident=False)
     for (batch,) in loader:
-        parts.append(_of_batch(batch.flatten(0, 1) if is_window else batch, axis))
+        parts.append(_of_batch(batch.flatten(0, 1) if is_window else batch, axis, missing))
         add(len(batch))
         if len(parts) == MAX_MERGED:
             parts = [merged(parts)]
@@ -71,12 +80,14 @@ def _channel_axis(shape: tuple[int, ...], axes: str) -> int | None:
     return channel_axis(shape, axes)
 
 
-def _of_batch(batch: torch.Tensor, axis: int | None) -> FieldStatistics:
-    """Return the statistics of a batch; ``axis`` is the channel axis of a sample."""
+def _of_batch(batch: torch.Tensor, axis: int | None, missing: Sequence[float]) -> FieldStatistics:
+    """Return the statistics of a batch without ``missing`` values; ``axis`` is the channel axis of a sample."""
     values = batch.to(torch.float64)
-    values = values.reshape(1, -1) if axis is None else values.movedim(axis + 1, 0).flatten(1)
     if batch.dtype == torch.uint8:
         values /= 255
+    for mark in missing:
+        values[batch == mark] = math.nan
+    values = values.reshape(1, -1) if axis is None else values.movedim(axis + 1, 0).flatten(1)
     valid = torch.isfinite(values)
     count = valid.sum(dim=1)
     if bool(valid.all()):

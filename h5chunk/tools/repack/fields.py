@@ -282,16 +282,18 @@ class _Item(NamedTuple):
     dtype: str
     stored_bytes: int
     can_train: bool
+    num_bytes: int = 0
     has_images: bool = False  # a survey does not look into the values
+    is_number: bool = False
 
 
 def keyed_note(survey: Survey, path: str) -> list[str]:
     """Return a note on how to join the samples of a file in which each sample is a dataset; empty for other files."""
-    items: list[Any] = [
-        _Item(as_text(os.fsdecode(each.path)), each.shape or (), each.dtype, each.stored_bytes, bool(each.num_rows))
-        for each in survey.datasets.values()
-    ]
-    found = recognise(items, path)
+    items: list[Any] = []
+    for each in survey.datasets.values():
+        name, size = as_text(os.fsdecode(each.path)), each.stored_bytes
+        items.append(_Item(name, each.shape or (), each.dtype, size, bool(each.num_rows), size))
+    found = recognise(items, repr(path))
     if found is None or not found.samples:
         return []
     command = shell_command(["h5chunk", "convert", path, "NEW.h5", "--samples", ",".join(found.samples)])

@@ -163,7 +163,7 @@ def _advise(path: str, item: DatasetInfo, usable: Sequence[DatasetInfo], access:
 
 def _code(found: FileInfo, main: DatasetInfo, usable: Sequence[DatasetInfo], access: Access) -> list[str]:
     """Return the code that opens windows or patches of the largest dataset, ``main``, and of the datasets beside it."""
-    known = recognise(found.datasets, found.path, access.size[0]) if access.is_window else None
+    known = recognise(found.datasets, python_text(found.path), access.size[0]) if access.is_window else None
     if known and known.code[1].startswith("data = h5chunk.Windows("):
         return known.code
     fields = _fields(main, usable, access)

@@ -1,0 +1,110 @@
+"""Describe the chunk cache that suits a file, for reports: its size, the reads that it serves, and code for h5py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+
+from h5chunk.errors import human_bytes
+from h5chunk.plan.cache import CacheSettings, ChunkGrid, mean_hits
+from h5chunk.plan.layout import choose_window_chunks, plan_layout
+from h5chunk.plan.order import INTERLEAVE
+from h5chunk.source import shape_text
+from h5chunk.store.format.header import Header
+from h5chunk.store.format.recommendation import read_recommendation
+
+
+@dataclass(frozen=True)
+class ChunkCacheInfo:
+    """The chunk cache for a dataset whose samples are read one by one with h5py.
+
+    ``served_in_order`` is the share of the reads of chunks in an epoch that the cache serves if samples are read in the
+    order of `h5chunk.ChunkSampler`; ``served_at_random`` is the share if they are read in random order.
+    """
+
+    chunks: tuple[int, ...] | None  # shape of a chunk; None for a contiguous dataset
+    reason: str  # why chunks have this shape
+    cache: CacheSettings
+    served_in_order: float
+    served_at_random: float
+    code: str  # the call of h5py that sets the cache
+
+    def lines(self) -> list[str]:
+        """Return the chunks, the cache and the call of h5py, in a line each."""
+        if self.chunks is None:
+            return ["chunks none: the data is contiguous, so that a sample is read without a chunk cache"]
+        chunks = f"chunks {shape_text(self.chunks)}: {self.reason}"
+        return [chunks, f"chunk cache {self.text}", f"for readers with h5py: {self.code}"]
+
+    @property
+    def text(self) -> str:
+        """The cache and the reads that it serves, in words."""
+        cache = f"nslots={self.cache.nslots:,}, nbytes={self.cache.nbytes:,}, w0={self.cache.w0:g}"
+        if not self.cache.nbytes:
+            return f"none ({cache}): a sample is one read of its own bytes, which a cache would only copy"
+        return (
+            f"{cache} ({human_bytes(self.cache.nbytes)}): serves {_percent(self.served_in_order)} of the reads of "
+            f"chunks in the order of ChunkSampler, {_percent(self.served_at_random)} in random order"
+        )
+
+
+def describe_cache(path: str, grid: ChunkGrid, cache: CacheSettings, reason: str = "") -> ChunkCacheInfo:
+    """Describe a cache that keeps all chunks that `h5chunk.ChunkSampler` opens. ``path`` is a Python expression.
+
+    ``reason`` says why the chunks have their shape. Default: as far as the shape shows it.
+    """
+    settings = f", rdcc_nbytes={cache.nbytes}, rdcc_nslots={cache.nslots}, rdcc_w0={cache.w0}" if grid.chunks else ""
+    in_order, at_random = (mean_hits(grid, cache.nslots, cache.nbytes, is_shuffled) for is_shuffled in (False, True))
+    code = f"h5py.File({path}{settings})"
+    return ChunkCacheInfo(grid.chunks, reason or chunk_reason(grid), cache, in_order, at_random, code)
+
+
+def cache_of_file(
+    file: h5py.File, path: Path, argument: str, name: str, num_rows: int, header: Header | None
+) -> ChunkCacheInfo:
+    """Describe the cache for a dataset, or for the group of a sparse matrix with ``num_rows`` rows, of an open file.
+
+    It is the cache that `h5chunk tune --apply` or `h5chunk convert` stored, or else the cache that `ChunkSampler` needs
+    for its default window. ``argument`` is the path as a Python expression.
+    """
+    item = file[name]
+    dataset = item["indices"] if isinstance(item, h5py.Group) else item
+    filtered = dataset.id.get_create_plist().get_nfilters() > 0
+    grid, reason = ChunkGrid(tuple(dataset.shape), dataset.chunks, dataset.dtype.itemsize, filtered), ""
+    if dataset is not item and dataset.chunks:  # treat the entries of a row as one sample of the mean length
+        rows = max(1, dataset.chunks[0] * num_rows // max(1, len(dataset)))
+        size = -(-grid.chunk_bytes // rows)
+        grid = ChunkGrid((num_rows, size), (rows, size), 1, filtered)
+        reason = f"{dataset.chunks[0]:,} entries per chunk, those of about {rows:,} rows"
+    stored = read_recommendation(path, dataset=name, num_samples=num_rows, chunk_samples=grid.band_samples or 0)
+    if stored is not None:
+        cache = stored[1]
+    elif header is not None:
+        cache = header.cache
+    else:
+        window_chunks = choose_window_chunks(grid.band_bytes, grid.num_bands) if grid.chunks else 1
+        cache = grid.cache_for(INTERLEAVE * window_chunks)
+    return describe_cache(argument, grid, cache, reason)
+
+
+def chunk_reason(grid: ChunkGrid) -> str:
+    """Say why chunks have their shape: h5chunk's rule, if it explains them, or else what the shape means."""
+    if not grid.chunks:
+        return "contiguous"
+    if grid.chunks_per_sample > 1:
+        return f"chosen by the writer of the file; each sample is cut into {grid.chunks_per_sample:,} chunks"
+    planned = plan_layout(max(1, grid.shape[0]), max(1, grid.sample_bytes))
+    if planned.chunk_samples == grid.chunks[0]:
+        return planned.reasons[0]
+    return "chosen by the writer of the file; each chunk contains complete samples"
+
+
+def _percent(share: float) -> str:
+    """Format a share with as many digits as show that it is not all.
+
+    >>> _percent(0.99984), _percent(0.5), _percent(1.0), _percent(0.0)
+    ('99.98 %', '50 %', '100 %', '0 %')
+    """
+    return f"{100 * share:.4g} %"

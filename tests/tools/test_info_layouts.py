@@ -1,0 +1,337 @@
+"""Info prints code that loads what the owner of a file wants, for files as others write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from support.encoded import encoded, put
+from support.foreign import make_file, values
+from support.info_code import printed_code, run_code
+from support.matrices import random_matrix, write
+from support.matrix_files import write_h5ad
+
+import h5chunk
+
+Contents = dict[str, Any]
+TEXT = np.array([b"a", b"bc"])[np.arange(30) % 2]
+RNG = np.random.default_rng(0)
+
+
+def fields(**datasets: Any) -> Callable[[Path], Path]:
+    """Return a function that writes these datasets, with / for __ in their names; a dict adds attributes."""
+
+    def write_file(path: Path) -> Path:
+        with h5py.File(path, "w") as file:
+            for name, data in datasets.items():
+                put_dataset(file, name.replace("__", "/"), data)
+        return path
+
+    return write_file
+
+
+def put_dataset(file: h5py.File, name: str, data: Any) -> None:
+    attributes = {}
+    if isinstance(data, dict):
+        attributes = {key: value for key, value in data.items() if key != "data"}
+        data = data["data"]
+    file[name] = data
+    file[name].attrs.update(attributes)
+
+
+def samples(count: int, make: Callable[[int], Contents], first: str = "") -> Callable[[Path], Path]:
+    """Return a function that writes a group of datasets per sample."""
+    return fields(
+        **{f"{first}{number:05}__{name}": data for number in range(count) for name, data in make(number).items()}
+    )
+
+
+def images_in_rows(path: Path, sizes: int = 1, form: str = "vlen") -> Path:
+    pictures = [encoded(values((24 + i % sizes, 20, 3), "u1")) for i in range(30)]
+    with h5py.File(path, "w") as file:
+        put(file, "jpg", pictures, form)
+        file["labels"] = np.arange(30) % 5
+    return path
+
+
+def matlab(**datasets: np.ndarray) -> Callable[[Path], Path]:
+    """Return a function that writes arrays as MATLAB does: with reversed axes."""
+    double = {"MATLAB_class": np.bytes_("double")}
+    contents: Contents = {name: {"data": data.T, **double} for name, data in datasets.items()}
+    contents["none"] = {"data": np.zeros(2, "u8"), "MATLAB_empty": np.uint8(1), **double}
+    contents["title"] = {"data": np.zeros((6, 1), "u2"), "MATLAB_class": np.bytes_("char")}
+    contents["#refs#__a"] = np.zeros((30, 1))
+    return fields(**contents)
+
+
+def netcdf(path: Path) -> Path:
+    fields(t2m={"data": np.zeros((30, 5, 4), "i2"), "scale_factor": 0.5})(path)
+    with h5py.File(path, "a") as file:
+        scale = file.create_dataset("station", (30,), ">f4")
+        scale.make_scale("This is a netCDF dimension but not a netCDF variable.        30")
+        file["time"] = np.arange(30.0)
+        file["time"].make_scale("time")
+    return path
+
+
+def pandas_fixed(path: Path) -> Path:
+    fields(df__axis0=np.array([b"a", b"b"]), df__axis1=np.arange(30), df__block0_values=np.zeros((30, 2)))(path)
+    with h5py.File(path, "a") as file:
+        file["df"].attrs["pandas_type"] = "frame"
+    return path
+
+
+def matrix_file(path: Path) -> Path:
+    return write(path, random_matrix(30, 20, 3))
+
+
+def one_vlen(path: Path) -> Path:
+    with h5py.File(path, "w") as file:
+        rows = file.create_dataset("tokens", (30,), h5py.vlen_dtype(np.int32))
+        for number in range(30):
+            rows[number] = np.arange(number % 4 + 1)
+        file["label"] = np.arange(30)
+    return path
+
+
+def kept_images(path: Path) -> Path:
+    data = [{"images": encoded(values((24 + i % 4, 20, 3), "u1")).tobytes(), "labels": i} for i in range(30)]
+    h5chunk.convert(data, path, keep_encoded=True, workers=0)
+    return path
+
+
+def video(number: int) -> Contents:
+    return {"frames": np.zeros((4 + number % 3, 6, 6), "u1"), "label": number % 7}
+
+
+IMAGES = values((30, 3, 8, 8), "u1")
+# how to write a file; the names of the fields, in their order; the shape of the first field of a sample, or None for
+# fields of several lengths
+LAYOUTS: dict[str, tuple[Callable[[Path], Path], str, tuple[int, ...] | None]] = {
+    "images": (fields(images=IMAGES, labels=np.arange(30)), "images labels", (3, 8, 8)),
+    "labels of text": (fields(images=values((30, 8), "u1"), labels=TEXT), "images", (8,)),
+    "labels of another length": (fields(images=values((30, 8), "u1"), labels=np.arange(9)), "images", (8,)),
+    "columns": (fields(b=np.arange(30.0), a=np.arange(30), c=TEXT), "a b", ()),
+    "groups": (fields(train__x=values((30, 5), "f4"), test__x=values((80, 5), "f4")), "train/x", (5,)),
+    "a longer test set": (
+        fields(
+            x_train=values((30, 5), "f4"), y_train=np.arange(30), x_test=values((80, 5), "f4"), y_test=np.arange(80)
+        ),
+        "x_train y_train",
+        (5,),
+    ),
+    "large numbers": (fields(z=values((40, 5), "f16"), x=values((30, 5), ">f4")), "x", (5,)),
+    "complex": (fields(z=np.zeros((40, 5), complex), x=np.arange(30)), "x", ()),
+    'a quote"': (fields(**{"x\"'y": np.arange(30)}), "x\"'y", ()),
+    "anndata": (lambda path: write_h5ad(path, random_matrix(30, 20, 3).astype(np.float32)), "X", (20,)),
+    "h5chunk matrix": (matrix_file, "X", (20,)),
+    "h5chunk images of any size": (kept_images, "images labels", (3, 224, 224)),
+    "masks with more bytes": (
+        fields(image=values((30, 8, 8, 3), "u1"), segmentation=np.zeros((30, 8, 8), "i8")),
+        "image segmentation",
+        (8, 8, 3),
+    ),
+    "normals and points": (
+        fields(normal=np.zeros((30, 9, 3)), data=np.zeros((30, 9, 3), "f4"), label=np.zeros((30, 1), "u1")),
+        "data normal label",
+        (9, 3),
+    ),
+    "labels in large chunks": (
+        lambda path: make_file(
+            path,
+            frames=(np.zeros((30, 8, 8), "u1"), {"chunks": (5, 8, 8), "compression": "gzip"}),
+            labels=(np.arange(30), {"chunks": (8192,), "maxshape": (None,)}),
+        ),
+        "frames labels",
+        (8, 8),
+    ),
+    "an ordinary name": (fields(rgb=values((30, 8, 8, 3), "u1"), targets=np.zeros((30, 28))), "rgb targets", (8, 8, 3)),
+    "tables of strings": (fields(x=values((30, 5), "f4"), names=TEXT), "x", (5,)),
+    "a compound table": (
+        fields(x=values((30, 5), "f4"), events=np.zeros(30, [("pt", "f4"), ("label", "i4")])),
+        "x",
+        (5,),
+    ),
+    "strings of variable length": (fields(x=values((30, 5), "f4"), caption=["a"] * 30), "x", (5,)),
+    "arrays of variable length": (one_vlen, "tokens label", None),
+    "a group per sample": (
+        samples(120, lambda n: {"image": np.zeros((8, 8, 3), "u1"), "label": n % 7}),
+        "image label",
+        (8, 8, 3),
+    ),
+    "two fields of several lengths": (
+        samples(120, lambda n: {"features": np.zeros((9 + n % 4, 6), "f4"), "boxes": np.zeros((9 + n % 4, 4), "f4")}),
+        "features",
+        None,
+    ),
+    "videos and labels": (samples(120, video, "videos__"), "frames label", None),
+    "datasets per sample": (samples(120, lambda n: {"": np.zeros((6, 3), "f4")}, "traces__"), "traces", (6, 3)),
+    "some samples lack a field": (
+        samples(120, lambda n: {"x": np.zeros(9)} | ({"extra": np.zeros(9)} if n % 2 else {})),
+        "x",
+        (9,),
+    ),
+    "robomimic": (
+        samples(12, lambda n: {"actions": np.zeros((20, 7)), "obs__cam": np.zeros((20, 8, 8, 3), "u1")}, "data__demo_"),
+        "cam actions",
+        (10, 8, 8, 3),
+    ),
+    "minari": (
+        lambda path: fields(
+            **{
+                f"episode_{n}__{name}": np.zeros((20 + (name == "observations"), 3))
+                for n in range(12)
+                for name in ("observations", "actions", "rewards")
+            }
+        )(path),
+        "actions rewards",
+        (10, 3),
+    ),
+    "aloha": (
+        fields(action=np.zeros((40, 14)), observations__qpos=np.zeros((40, 14)), observations__qvel=np.zeros((40, 14))),
+        "action qpos qvel action_is_pad qpos_is_pad qvel_is_pad",
+        (100, 14),
+    ),
+    "flat episodes": (
+        fields(pixels=np.zeros((30, 8, 8, 3), "u1"), action=np.zeros((30, 2)), ep_len=np.array([10, 20])),
+        "pixels action",
+        (4, 8, 8, 3),
+    ),
+    "makani": (fields(fields=np.zeros((30, 3, 4, 8), "f4")), "fields", (2, 3, 4, 8)),
+    "volumes": (
+        fields(**{f"v{n}__{name}": np.zeros((40, 48, 50), "u1") for n in range(3) for name in ("label", "raw")}),
+        "raw label",
+        (40, 40, 40),
+    ),
+    "matlab rows": (matlab(X=RNG.normal(size=(30, 5)), y=np.zeros((30, 1))), "X y", (5,)),
+    "matlab images": (matlab(images=RNG.normal(size=(8, 7, 3, 30)), y=np.zeros((1, 30))), "images y", (3, 7, 8)),
+    "matlab images and rows": (matlab(X=RNG.normal(size=(8, 7, 30)), y=np.zeros((30, 1))), "X y", (7, 8)),
+    "netcdf": (netcdf, "t2m time", (5, 4)),
+    "pandas": (pandas_fixed, "df/block0_values", (2,)),
+    "pytables": (
+        fields(x=np.zeros((30, 4)), _i_table__c__sorted=np.zeros((30, 99))),
+        "x",
+        (4,),
+    ),
+    "a palette": (
+        fields(images=IMAGES, palette={"data": np.zeros((256, 3), "u1"), "CLASS": np.bytes_("PALETTE")}),
+        "images",
+        (3, 8, 8),
+    ),
+    "JPEG of one size": (images_in_rows, "images labels", (3, 224, 224)),
+    "JPEG of several sizes": (lambda path: images_in_rows(path, 7), "images labels", (3, 224, 224)),
+    "padded JPEG": (lambda path: images_in_rows(path, 1, "padded"), "images labels", (3, 224, 224)),
+    "JPEG as text": (lambda path: images_in_rows(path, 1, "text"), "images labels", (3, 224, 224)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:field 'x' is read through h5py")  # in another byte order
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_printed_code_loads_all_samples(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, names, shape = LAYOUTS[layout]
+    path = make(tmp_path / f"{layout}.h5")
+    monkeypatch.chdir(tmp_path)
+    check_code(path, names, shape)
+
+
+def check_code(path: Path, names: str, shape: tuple[int, ...] | None, *options: str) -> None:
+    """Run the printed code, and check the names of the fields, and the shape of the first field of a sample."""
+    scope = run_code(path, *options)
+    code = printed_code(path, *options)
+    opened = re.search(r"ChunkLoader\((.*?), \d+", code)
+    assert opened is not None
+    dataset = scope["data"] if "data" in scope else h5chunk.ChunkDataset(eval(opened[1]))
+    assert " ".join(dataset.fields) == names, code
+    batches = [batch[0] for batch in scope["loader"]]
+    assert sum(map(len, batches)) == len(dataset)
+    if shape is not None:
+        assert tuple(batches[0].shape[1:]) == shape
+
+
+def rows(count: int = 30) -> Callable[[Path], Path]:
+    return fields(rgb=values((count, 8, 8, 3), "u1"), targets=np.zeros((count, 28)))
+
+
+FOLDERS: dict[str, tuple[list[Callable[[Path], Path]], str, tuple[int, ...] | None]] = {
+    "fields of ordinary names": ([rows(), rows(40)], "rgb targets", (8, 8, 3)),
+    "images": ([fields(images=IMAGES, labels=np.arange(30))] * 2, "images labels", (3, 8, 8)),
+    "a field that some files lack": ([rows(), fields(rgb=values((20, 8, 8, 3), "u1"))], "rgb", (8, 8, 3)),
+    "episodes": ([LAYOUTS["aloha"][0]] * 3, LAYOUTS["aloha"][1], (100, 14)),
+    "a group per sample": ([LAYOUTS["a group per sample"][0]] * 2, "image label", (8, 8, 3)),
+    "volumes": ([LAYOUTS["volumes"][0]] * 2, "raw label", (40, 40, 40)),
+    "a file per sample": (
+        [fields(image=np.zeros((24, 24, 4)), mask=np.zeros((24, 24, 3), "u1"))] * 8,
+        "image mask",
+        (24, 24, 4),
+    ),
+    "fields in separate files": (
+        [fields(x=values((30, 8, 8, 3), "u1")), fields(y=np.zeros((30, 1, 1, 1), "u1"))],
+        "x y",
+        (8, 8, 3),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:field '[xy]' is read through h5py")  # through links
+@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("is_pattern", [False, True])
+def test_the_printed_code_loads_a_folder_or_pattern(
+    kind: str, is_pattern: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers, names, shape = FOLDERS[kind]
+    (tmp_path / "set").mkdir()
+    for number, make in enumerate(makers):
+        make(tmp_path / "set" / f"part_{number}.h5")
+    monkeypatch.chdir(tmp_path)
+    check_code(Path("set/part_*.h5" if is_pattern else "set"), names, shape)
+
+
+@pytest.mark.filterwarnings("ignore:field '(view|y)' is read through h5py")
+def test_the_code_for_views_and_links_trusts_their_files(tmp_path: Path) -> None:
+    rows()(tmp_path / "a.h5")
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        view = h5py.VirtualLayout((30, 8, 8, 3), "u1")
+        view[:] = h5py.VirtualSource("a.h5", "rgb", (30, 8, 8, 3))
+        file.create_virtual_dataset("view", view)
+        file["y"] = h5py.ExternalLink("a.h5", "targets")
+    assert "import" not in printed_code(tmp_path / "b.h5")
+    assert "trusted=True (--trusted)" in str(h5chunk.info(tmp_path / "b.h5"))
+    check_code(tmp_path / "b.h5", "view y", (8, 8, 3), "--trusted")
+
+
+def test_what_is_no_data_is_named(tmp_path: Path) -> None:
+    weights = fields(model_weights__dense__kernel=np.zeros((30, 5)))(tmp_path / "keras.h5")
+    with h5py.File(weights, "a") as file:
+        file.attrs["keras_version"] = "2.9.0"
+    text = str(h5chunk.info(weights))
+    assert "weights of a Keras model, which are not samples" in text and "import" not in text
+    text = str(h5chunk.info(LAYOUTS["matlab rows"][0](tmp_path / "a.mat")))
+    assert "written by MATLAB" in text and "X is 30 x 5 in MATLAB" in text
+    assert "not for training (characters of MATLAB): title" in text
+    text = str(
+        h5chunk.info(samples(120, lambda n: {name: np.zeros((9 + n % 4, 6)) for name in "ab"})(tmp_path / "b.h5"))
+    )
+    assert "*/b also differs in length between samples" in text
+
+
+def test_remedies_for_types_that_no_field_has_work(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["z"] = (np.arange(12) + 1j).reshape(6, 2)
+        file["events"] = np.ones(6, [("pt", "f4"), ("label", "i4")])
+        file["names"] = ["a", "bc", "d", "e", "f", "\u00e9"]
+        for name, field in {"z": "z", "events": "events", "names": "names", "column": "events/pt"}.items():
+            with pytest.raises(h5chunk.FieldError) as error:
+                with h5py.File(tmp_path / "b.h5", "w") as copy:
+                    file.copy(file[field.partition("/")[0]], copy, field.partition("/")[0])
+                h5chunk.ChunkDataset(tmp_path / "b.h5", fields=[field])
+            remedy = re.search(r"such as file\['NEW'\] = (.*?)(?:, which| \(h5chunk|$)", str(error.value))
+            assert remedy is not None, error.value
+            file[f"new_{name}"] = eval(remedy[1], {"np": np, "file": file, "x": file[field.partition("/")[0]]})
+    dataset = h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["new_z", "new_events", "new_names", "new_column"])
+    assert dataset[1][0].tolist() == [[2, 1], [3, 1]] and dataset[1][1] == dataset[1][3] == 1
+    assert list(dataset.values("new_names"))[1:] == ["bc", "d", "e", "f", "\u00e9"]
