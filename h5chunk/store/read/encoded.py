@@ -83,7 +83,7 @@ def describe(
 
 
 def holds_images(file: h5py.File, path: Path, name: str, dataset: h5py.Dataset, guard: Guard) -> bool:
-    """Return whether rows of the dataset at the path ``name`` are images, by the rule of `describe`; False if damaged."""
+    """Return whether rows of the dataset at the path ``name`` are images, by `describe`'s rule; False if damaged."""
     has_bytes = (dataset.dtype == np.uint8 and dataset.ndim == 2) or dataset.dtype.kind == "S"
     try:
         if not has_bytes and not is_vlen(dataset):
