@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from h5chunk.errors import OptionError, SourceError, human_bytes, printable
+from h5chunk.errors import OptionError, SourceError, human_bytes, names_text, printable
 from h5chunk.source import OpenContext, SampleField
 from h5chunk.sources.container import ZIP_LOCAL_HEADER, StoredFile
 from h5chunk.sources.kinds import ColumnOptions
@@ -167,13 +167,13 @@ def _remedy(arrays: Mapping[str, Any]) -> str:
     if not largest.shape:
         return "pass arrays whose first axis is the sample axis"
     alike = [name for name, array in arrays.items() if array.shape[:1] == largest.shape[:1]]
-    return f"select arrays of equal length (--columns {printable(','.join(alike))})"
+    return f"select arrays of equal length (--columns {printable(','.join(alike[:12]))}{',...' * (len(alike) > 12)})"
 
 
 def _chosen(names: Sequence[str], columns: Sequence[str] | None, label: str) -> Sequence[str]:
     missing = next((name for name in columns or () if name not in names), None)
     if missing is not None:
-        raise OptionError(f"{label}: there is no array {missing!r}: choose from {printable(', '.join(names))}")
+        raise OptionError(f"{label}: there is no array {missing!r}: choose from {names_text(names)}")
     return names if columns is None else columns
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import SourceError, as_text, count_text, printable
+from h5chunk.errors import SourceError, as_text, count_text, names_text, printable
 from h5chunk.source import SPLIT_NAMES, Names
 from h5chunk.sources.container import Container, Folder, open_archive
 from h5chunk.sources.pairs import MASKS, Directory, at_level, depth_of, find_pairs, take_masks
@@ -248,7 +248,7 @@ def sort_and_label(tree: Tree, split_folders: str, min_classes: float = 1) -> tu
         )
     level = int(_has_split_folders(source, with_images, split_folders))  # index of the class folder in a path
     if level and (empty := sorted(at_level(0, directories) - at_level(0, with_images))):
-        ignored.append(f"folders without images, which are not treated as splits: {', '.join(map(as_text, empty))}")
+        ignored.append(f"folders without images, which are not treated as splits: {names_text(map(as_text, empty))}")
         directories = {name: kept for name, kept in directories.items() if name.split(b"/")[0] not in empty}
     classes = sorted(at_level(level, with_images))
     classes = classes if len(classes) >= min_classes else []
@@ -333,7 +333,7 @@ def _add_splits(listing: Listing, directories: dict[bytes, Directory]) -> None:
     listing.columns["split"] = np.array([as_text(split).encode() for split in splits])[numbers]
     counts = zip(splits, np.bincount(numbers).tolist(), strict=True)
     listing.notes.append(
-        f"the top folders are splits: {', '.join(f'{as_text(split)} ({count:,})' for split, count in counts)}: "
+        f"the top folders are splits: {names_text(f'{as_text(split)} ({count:,})' for split, count in counts)}: "
         "the field 'split' has the split of each sample (to treat them as classes, pass --split-folders no)"
     )
     for split in splits:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from h5chunk.errors import SampleError, SourceError, printable
+from h5chunk.errors import SampleError, SourceError, names_text, printable
 from h5chunk.source import ENDS_IN_NULL, AnyImage, OpenContext, SampleField
 from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.recognise import is_path, refuse_names
@@ -89,12 +89,12 @@ class MappingSource(Samples):
             raise SourceError(f"{printable(source)}: is a path, not a data set in Python: leave out the format")
         if isinstance(source, Mapping) and source and 0 not in source:
             if all(hasattr(value, "features") for value in source.values()):  # Hugging Face's DatasetDict
-                names = ", ".join(map(repr, source))
+                names = names_text(map(repr, source))
                 raise SourceError(
                     f"a dict of the data sets {names} is not a source: convert each of them, such as "
                     f"data[{next(iter(source))!r}]"
                 )
-            lists = ", ".join(repr(name) for name, value in source.items() if not hasattr(value, "__array__"))
+            lists = names_text(repr(name) for name, value in source.items() if not hasattr(value, "__array__"))
             raise SourceError(f"a dict of columns has values that are not arrays ({lists}): convert them with np.array")
         for attribute, remedy in NO_SOURCES.items():
             if hasattr(source, attribute):
@@ -136,9 +136,9 @@ class MappingSource(Samples):
         except Exception as error:  # a data set may raise any error
             raise SampleError(f"cannot be read: {type(error).__name__}: {printable(str(error))}") from None
         if self.fields and sample.keys() != {*self.fields, *self._others}:
-            names = ", ".join((*self.fields, *self._others))
+            names = names_text((*self.fields, *self._others))
             raise SampleError(
-                f"has the fields {', '.join(sample)}, but other samples have {names}: all samples must "
+                f"has the fields {names_text(sample)}, but other samples have {names}: all samples must "
                 "have the same fields"
             )
         return sample

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from h5chunk.errors import OptionError, SampleError, ShapeError, SourceError, printable
+from h5chunk.errors import OptionError, SampleError, ShapeError, SourceError, names_text, printable
 from h5chunk.source import AnyImage, SampleField, SampleSource, shape_text
 from h5chunk.sources.any_size import make_any_image
 from h5chunk.sources.decode import Decoded, decode, pillow_limits, sample_shape, write_pixels
@@ -62,7 +62,7 @@ class Samples(SampleSource):
             name, image = images[0], values.pop(images[0])
             if all(not value.shape for value in values.values()):
                 return name, image, values
-        names = ", ".join(map(printable, self.values(index)))
+        names = names_text(self.values(index))
         raise SourceError(
             f"samples have the fields {names}, but keep_encoded and keep_size require one image per sample, and "
             "otherwise only numbers or strings: leave other fields out, or resize all images to one size"
@@ -197,7 +197,7 @@ class Samples(SampleSource):
             if not images:
                 raise OptionError(f"mask_column is {name!r}, but no field contains images: leave out mask_column")
             if name not in images:
-                names = ", ".join(map(printable, images))
+                names = names_text(images)
                 raise OptionError(f"mask_column is {name!r}, but the fields of images are {names}: name one of them")
 
     def disagreement(self) -> str:

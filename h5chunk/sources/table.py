@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import PIL
 
-from h5chunk.errors import OptionError, SampleError, SourceError, count_text, printable
+from h5chunk.errors import OptionError, SampleError, SourceError, count_text, difference_text, names_text, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import has_type, parquet, pyarrow
 from h5chunk.sources.cells import may_be_lost
@@ -174,7 +174,7 @@ class TableSource(Samples):
         names = "" if form.has_header else "; there is no header, so columns are called column_0, ..."
         if form.has_header and options.header == "auto" and any(map(is_number, form.names)):
             names = (
-                f"; the first line became names of columns: {', '.join(form.names[:8])} (if it is a sample, pass "
+                f"; the first line became names of columns: {names_text(form.names)} (if it is a sample, pass "
                 "--header no; if it is neither, --header skip)"
             )
         self.notes = [f"each line became a sample{names} (--format csv reads entries of a sparse matrix)"]
@@ -195,11 +195,13 @@ class TableSource(Samples):
         columns = list(schema.names) if chosen is None else list(chosen)
         for name in [*columns, *(self._options.vector_except or ())]:
             if name not in schema.names:
-                raise OptionError(f"{printable(path)}: has no column {name!r}: it has {', '.join(schema.names)}")
+                raise OptionError(f"{printable(path)}: has no column {name!r}: it has {names_text(schema.names)}")
         if self._columns and set(columns) != set(self._columns):
+            paths = printable(path), printable(self._paths[0])
             raise SourceError(
-                f"{printable(path)}: has the columns {', '.join(columns)} but {printable(self._paths[0])} has "
-                f"{', '.join(self._columns)}: pass tables with the same columns, or choose common ones (--columns)"
+                f"{paths[0]}: its columns differ from those of {paths[1]}: "
+                f"{difference_text(columns, list(self._columns), *paths)}: pass tables with the same columns, or "
+                "choose common ones (--columns)"
             )
         return columns
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import bz2
 import lzma
+import re
 import subprocess
 import sys
 
 import numpy as np
 import pyarrow
+import pyarrow.csv
+import pyarrow.parquet as pq
 import pytest
 from support.matrix_files import entries, opened
 from support.open_source import open_source
@@ -336,6 +339,11 @@ def test_a_comment_below_the_first_line_is_an_error(tmp_path):
         ),
         ("year,volume\n1871,1120\n1872,1160\n", "'year', 'volume' do not show which are row, column"),
         ("a,b,c\n1990,15,3\n1991,25,4\n", "'c' do not show which are row, column and value"),
+        (
+            "uid,age,income,target\n1,20,3000,1\n2,30,4000,0\n",
+            r"'target' do not show .*--columns; or pass --format table",
+        ),
+        ("uid,age,target\n1,20,1\n2,30,0\n", "'target' do not show which are row, column and value"),
     ],
 )
 def test_a_layout_that_is_not_clear_is_no_guess(tmp_path, text, message):
@@ -368,3 +376,33 @@ def test_digits_of_ids_and_values_are_kept_or_refused(tmp_path):
     path.write_bytes("us\xe9r,item,rating\n1,2,1\n1,3,4\n".encode("latin-1"))
     with pytest.raises(SourceError, match=r"line 1: a name of a column is not UTF-8: .* --encoding latin-1"):
         h5chunk.convert(path, tmp_path / "y.h5", columns=("0", "item"))
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize("options", [{}, {"format": True}, {"columns": ("user_id", "item_id", "stars")}])
+def test_the_value_and_columns_that_are_left_out_are_named(tmp_path, suffix, options):
+    names = ("user_id", "item_id", "stars", "timestamp", "score")
+    path = tmp_path / f"r.{suffix}"
+    table = pyarrow.table({name: [number + 1, number + 2] for number, name in enumerate(names)})
+    (pyarrow.csv.write_csv if suffix == "csv" else pq.write_table)(table, path)
+    options = {**options, "format": "csv" if suffix == "csv" else "ratings"} if options else {}
+    if suffix == "parquet" and not options:  # so that all names are known, each for another part
+        pq.write_table(table.drop_columns(["score"]), path)
+    report = h5chunk.convert(path, tmp_path / "x.h5", **options)
+    assert re.search(r"value 'stars'; columns left out: 'timestamp'", str(report))
+    assert ("'score'" in str(report)) == (suffix == "csv" or bool(options))
+
+
+def test_a_table_of_many_columns_is_no_list_of_entries(tmp_path):
+    names = [f"GENE{number}" for number in range(200)] + ["SRC", "DST"]
+    (tmp_path / "c.csv").write_text(",".join(["", *names]) + "\n" + "".join(f"c{i}{',1' * 202}\n" for i in range(5)))
+    h5chunk.convert(tmp_path / "c.csv", tmp_path / "x.h5", vector="X")
+    assert list(h5chunk.ChunkDataset(tmp_path / "x.h5").fields) == ["X", "index"]
+    for options in (
+        {"format": "csv"},
+        {"format": "csv", "columns": ("a", "b")},
+        {"columns": ("a",), "format": "table"},
+    ):
+        with pytest.raises((SourceError, OptionError), match=r"GENE.* and 19[0-9] more") as caught:
+            h5chunk.convert(tmp_path / "c.csv", tmp_path / "y.h5", **options)
+        assert len(str(caught.value)) < 800

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import SourceError, count_text
+from h5chunk.errors import SourceError, count_text, names_text
 from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import LayerOptions
 from h5chunk.sources.matrix.block import Block, SparseSource
@@ -306,4 +306,4 @@ def _choices(root: GuardedGroup) -> str:
     matrices = [name for name in ("X", "raw") if name in root or f"{name}.X" in root]
     layers = root.group("layers").names() if "layers" in root else []
     matrices += [f"layers/{name}" if name in ("X", "raw") else name for name in layers]
-    return f"choose one of its matrices (--layer): {', '.join(matrices)}" if matrices else "it has no matrices"
+    return f"choose one of its matrices (--layer): {names_text(matrices)}" if matrices else "it has no matrices"

@@ -6,12 +6,12 @@ They are found by their names, which are compared in lower case, without separat
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
 
-from h5chunk.errors import OptionError, count_text, printable
+from h5chunk.errors import OptionError, count_text, names_text, printable
 
 ROWS = re.compile(
     "user|userid|uid|reviewerid|customer|customerid|row|rowid|cell|cellid|barcode|query|doc|document|from|fromnodeid|"
@@ -25,6 +25,7 @@ VALUES = re.compile("rating|bookrating|score|value|val|count|counts|weight|stars
 TIMES = re.compile("timestamp|time|date|datetime|ts|unixreviewtime|reviewtime")
 PARTS = ("row", "column", "value", "time")
 AS_STRING = ":str"
+MAX_ENTRY_NAMES = 30
 
 
 def plain(name: str) -> str:
@@ -44,8 +45,11 @@ def plain_names(names: Sequence[str]) -> list[str]:
 
 
 def names_show_entries(names: Sequence[str]) -> bool:
-    """Return whether some of the names are known names for the row and the column of an entry."""
-    known = plain_names(names)
+    """Return whether some of the names are known names for the row and the column of an entry.
+
+    Many names are those of a table, such as a matrix of cells by genes, where SRC and DST are genes.
+    """
+    known = plain_names(names) if len(names) <= MAX_ENTRY_NAMES else []
     return any(map(ROWS.fullmatch, known)) and any(map(COLUMNS.fullmatch, known))
 
 
@@ -111,19 +115,36 @@ def choose_columns(
     known = plain_names(header)
     parts = [next((i for i, name in enumerate(known) if part.fullmatch(name)), -1) for part in (ROWS, COLUMNS, VALUES)]
     others = [i for i, name in enumerate(known) if name and not TIMES.fullmatch(name)]
-    if parts[0] >= 0 and parts[1] >= 0 and (parts[2] >= 0 or width <= 4):
-        value = parts[2] if parts[2] >= 0 else next((i for i in others if i not in parts), -1)
-        return [i for i in (*parts[:2], value) if i >= 0]
+    if parts[0] >= 0 and parts[1] >= 0:
+        unknown = [i for i in others if i not in parts]
+        if parts[2] >= 0 or not unknown:
+            return [i for i in parts if i >= 0]
+        if len(unknown) == 1 and unknown[0] == others[-1]:  # the value follows the row and the column
+            return [*parts[:2], *unknown]
     says_nothing = all(name.isdecimal() for name in known)
     if width == 2 and max(parts[:2]) >= 0:
         return [1, 0] if parts[0] == 1 or parts[1] == 0 else [0, 1]
     if not ((width == 2 and says_nothing) or (len(others) == 3 and (parts[2] in others or says_nothing))):
-        names = ", ".join(repr(name) for name in header)
+        names = names_text(map(repr, header))
         fail(
-            f"the names of the columns {names} do not show which are row, column and value: name these three with "
-            "--columns; or pass --format table if each line is a sample, and not an entry of a sparse matrix"
+            f"the names of the columns {names} do not show which are row, column and value: name these three, or the "
+            "row and the column, with --columns; or pass --format table if each line is a sample, and not an entry of "
+            "a sparse matrix"
         )
     return [i for i in others if i != parts[2]] + [i for i in others if i == parts[2]]
+
+
+def describe_choice(names: Sequence[str], columns: Mapping[str, int]) -> str:
+    """Describe for a report which column is the value, and which columns are left out.
+
+    ``columns`` are the numbers of the columns that are read, by their roles.
+
+    >>> describe_choice(["user", "item", "stars", "age"], {"row": 0, "column": 1, "value": 2})
+    "value 'stars'; columns left out: 'age'"
+    """
+    value = f"value {names[columns['value']]!r}" if "value" in columns else "no value, so that entries become ones"
+    others = [repr(name) for i, name in enumerate(names) if name and i not in columns.values()]
+    return value + (f"; columns left out: {names_text(others)}" if others else "")
 
 
 def time_columns(header: Sequence[str], chosen: Sequence[int]) -> list[int]:
@@ -139,5 +160,5 @@ def _number(name: str, header: Sequence[str] | None, width: int, path: str) -> i
             if int(word) < width:
                 return int(word)
             raise OptionError(f"column {word} is missing: {printable(path)} has {width} columns, counted from 0")
-    existing = f"the columns {', '.join(header)}" if header else f"no header, but columns 0 to {width - 1}"
+    existing = f"the columns {names_text(header)}" if header else f"no header, but columns 0 to {width - 1}"
     raise OptionError(f"column {name!r} is not in {printable(path)}, which has {existing}")

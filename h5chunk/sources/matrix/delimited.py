@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from h5chunk.errors import OptionError, count_text
+from h5chunk.errors import OptionError, count_text, names_text
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import byte_lengths, pyarrow, to_fixed_bytes
 from h5chunk.sources.cells import WHOLE, check_floats, may_be_lost
@@ -36,6 +36,7 @@ from h5chunk.sources.matrix.columns import (
     ROWS,
     are_entries,
     choose_columns,
+    describe_choice,
     names_show_entries,
     order_of_floats,
     plain_names,
@@ -125,12 +126,15 @@ class DelimitedSource(TextSource):
         self.axes = self._name(chosen[0]), self._name(chosen[1])
         self.entry_types = {part: f"{kind}s" for part, kind in self._types.items() if part != "value"}
         self._text.head = b""  # thousands of files may be open
+        choice = describe_choice(list(map(self._name, range(self._width))), self._columns)
         if context.is_guessed and requested is None and not names_show_entries(self.header or ()):
-            parts = ", ".join(f"{part} {self._name(number)!r}" for part, number in self._columns.items())
+            row, column = map(repr, self.axes)
             self.notes = [
-                f"each line became an entry of a matrix: {parts} (--format table: each line is a sample; --columns: "
-                "choose the row, column and value)"
+                f"each line became an entry of a matrix: row {row}, column {column}, {choice} (--format table: each "
+                "line is a sample; --columns: choose the row, column and value)"
             ]
+        elif self._width > 2:
+            self.notes = [choice]
 
     def _is_comment(self, line: bytes) -> bool:
         return self._options.comment is not None and line.startswith(self._options.comment.encode())
@@ -196,7 +200,7 @@ class DelimitedSource(TextSource):
         if not (words or named or (any(map(ROWS.fullmatch, known)) and any(map(COLUMNS.fullmatch, known)))):
             recurs = any(cell in column for cell, column in zip(first, zip(*below, strict=False), strict=False))
             if not recurs and not any(map(is_number, first)):
-                quoted = ", ".join(map(repr, names))
+                quoted = names_text(map(repr, names))
                 self._text.fail(
                     f"the first line, {quoted}, may be names of columns or data: say which (--header yes or no)",
                     self.num_skipped + 1,

@@ -22,6 +22,7 @@ from h5chunk.sources.matrix.columns import (
     PARTS,
     are_entries,
     choose_columns,
+    describe_choice,
     order_of_floats,
     time_columns,
     without_type,
@@ -67,6 +68,15 @@ class ParquetEntries(SparseSource):
         elif not context.with_times:
             columns.pop("time", None)
         self._columns = {part: names[number] for part, number in columns.items()}
+        choice = describe_choice(names, columns)
+        if context.is_guessed:
+            row, column = repr(names[columns["row"]]), repr(names[columns["column"]])
+            self.notes = [
+                f"each row became an entry of a matrix: row {row}, column {column}, {choice} (--format table: each row "
+                "is a sample)"
+            ]
+        else:
+            self.notes = [choice]
         self._check_types()
         self.time_name = self._columns.get("time")
         self.axes = self._columns["row"], self._columns["column"]

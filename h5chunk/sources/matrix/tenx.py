@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from h5chunk.errors import OptionError, SourceError, printable
+from h5chunk.errors import OptionError, SourceError, names_text, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import LayerOptions
 from h5chunk.sources.matrix.block import Block, MemoryLimit, SparseSource, Transposed
@@ -90,10 +90,10 @@ class TenxSource(SparseSource):
         if not names:
             raise root.error("has no group with barcodes and indptr, so it is not a matrix of Cell Ranger")
         if self._layer is None and len(names) > 1:
-            raise root.error(f"has a matrix for each of {', '.join(names)}: choose one (--layer)")
+            raise root.error(f"has a matrix for each of {names_text(names)}: choose one (--layer)")
         name = names[0] if self._layer is None else self._layer
         if name not in names:
-            raise root.error(f"has no matrix {name!r}: it has {', '.join(names)} (--layer)")
+            raise root.error(f"has no matrix {name!r}: it has {names_text(names)} (--layer)")
         return root.group(name)
 
     def _matrix(self, group: GuardedGroup) -> tuple[tuple[int, int], list[GuardedDataset]]:
