@@ -5,6 +5,7 @@ Sources of matrix entries implement the interface in `h5chunk.sources.matrix.blo
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,10 +16,30 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-SPLIT_NAMES = (
-    "train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval", "evaluation",
-)  # fmt: skip
+SPLIT_WORDS = {  # words for the splits of a data set
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+SET_WORDS = {  # words that may accompany them in the name of a folder, as in training_set or train2017
+    "set", "data", "dataset", "image", "images", "img", "imgs", "picture", "pictures", "photo", "photos", "seg",
+    "split", "folder", "part", "x", "px",
+}  # fmt: skip
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_]+")
+SPLIT_WORD = re.compile(rf"({'|'.join(SPLIT_WORDS)})({'|'.join(sorted(SET_WORDS))})?")
 ENDS_IN_NULL = "ends with a NUL byte, which strings in a file cannot keep: remove it"
+
+
+def split_of(name: str) -> tuple[str, bool]:
+    """Return the split that a name contains, train, val or test ("" if none), and whether it says nothing else.
+
+    >>> split_of("Training images"), split_of("train2017"), split_of("train_masks"), split_of("trains")
+    (('train', True), ('train', True), ('train', False), ('', False))
+    """
+    words = [word.lower() for word in WORD.findall(name)]
+    splits = [SPLIT_WORDS[match[1]] for word in words if (match := SPLIT_WORD.fullmatch(word))]
+    others = [word for word in words if not SPLIT_WORD.fullmatch(word) and word not in SET_WORDS]
+    return (splits or [""])[0], len(splits) == 1 and not others
 
 
 @dataclass(frozen=True)

@@ -210,9 +210,9 @@ def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
                 "(gunzip, bunzip2, unxz, unzstd)"
             )
         if start[257:262] == b"ustar":  # tried first, because a tar whose last member is a zip also looks like a zip
-            return _open_tar(path)
+            return _with_slashes(*_open_tar(path))
         if zipfile.is_zipfile(path):
-            return _open_zip(path)
+            return _with_slashes(*_open_zip(path))
     except SourceError:
         raise
     except OSError as error:
@@ -220,6 +220,13 @@ def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
     except DAMAGES as error:
         raise SourceError(f"{label}: cannot be read as an archive: {error}") from None
     raise SourceError(f"{label}: is not a folder, .zip or .tar of images")
+
+
+def _with_slashes(archive: Archive, names: list[tuple[bytes, int]]) -> tuple[Archive, list[tuple[bytes, int]]]:
+    """Replace backslashes in names by slashes if no name has a slash: the archive was made on Windows."""
+    if any(b"/" in name for name, _ in names):
+        return archive, names
+    return archive, [(name.replace(b"\\", b"/"), number) for name, number in names]
 
 
 class BoundedFile(io.FileIO):
@@ -250,7 +257,11 @@ def _open_zip(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
         sizes = info.header_offset, info.compress_size, info.file_size
         index.extend((*sizes, info.compress_type, info.CRC, kind or stat.S_IFREG))
     rows = np.frombuffer(index, np.int64).reshape(-1, 6)
-    return Archive(path, rows), [(os.fsencode(info.filename), i) for i, info in enumerate(members)]
+    names = [
+        os.fsencode(info.filename if info.create_system == ZIP_UNIX else info.filename.replace("\\", "/"))
+        for info in members
+    ]
+    return Archive(path, rows), [(name, i) for i, name in enumerate(names)]
 
 
 def _open_tar(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:

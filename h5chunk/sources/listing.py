@@ -14,22 +14,39 @@ import os
 import posixpath
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from h5chunk.errors import SourceError, as_text, count_text, names_text, printable
-from h5chunk.source import SPLIT_NAMES, Names
+from h5chunk.source import Names, split_of
 from h5chunk.sources.container import Container, Folder, open_archive
-from h5chunk.sources.pairs import MASKS, Directory, at_level, depth_of, find_pairs, take_masks
+from h5chunk.sources.pairs import (
+    IMAGE_FOLDERS,
+    MASKS,
+    Directory,
+    at_level,
+    depth_of,
+    find_pairs,
+    has_mask_name,
+    just_count,
+    stem_of,
+    take_masks,
+)
 from h5chunk.sources.recognise import EXTENSIONS
 from h5chunk.urls import hint_for_url
 
-SYSTEM = {b"__MACOSX", b".DS_Store", b".git", b".ipynb_checkpoints"}  # names that reports do not list as ignored
+SYSTEM = {  # names of files and folders of systems and tools, which reports do not list as ignored
+    b"__MACOSX", b".DS_Store", b".git", b".ipynb_checkpoints", b"Thumbs.db", b"desktop.ini", b"@eaDir",
+}  # fmt: skip
+MAX_PAIRED = 8  # largest number of folders that are compared by the names of their files
+MAX_STEMS = 1000  # number of names that are compared
+MIN_PAIRS = 3  # smallest number of names that folders must share
 TABLES = (b"metadata.csv", b"metadata.jsonl")  # metadata of Hugging Face's imagefolder
 
 ReportFound = Callable[[int], None]  # called with the number of images found so far
@@ -153,7 +170,7 @@ def check_source(path: Path) -> None:
 
 
 def _is_hidden(name: bytes) -> bool:
-    return name.startswith(b".") or name == b"__MACOSX"
+    return name.startswith(b".") or name in SYSTEM
 
 
 def _walk(root: bytes) -> Iterator[tuple[bytes, bytes, int]]:
@@ -246,7 +263,7 @@ def sort_and_label(tree: Tree, split_folders: str, min_classes: float = 1) -> tu
         raise SourceError(
             f"{source}: contains no images: no file in it or its subfolders ends in {suffixes} (in any case){hint}"
         )
-    level = int(_has_split_folders(source, with_images, split_folders))  # index of the class folder in a path
+    level = _class_level(source, with_images, split_folders)
     if level and (empty := sorted(at_level(0, directories) - at_level(0, with_images))):
         ignored.append(f"folders without images, which are not treated as splits: {names_text(map(as_text, empty))}")
         directories = {name: kept for name, kept in directories.items() if name.split(b"/")[0] not in empty}
@@ -257,6 +274,8 @@ def sort_and_label(tree: Tree, split_folders: str, min_classes: float = 1) -> tu
             f"{source}: {len(empty)} of {len(empty) + len(classes)} class folders have no images, such as "
             f"{as_text(empty[0])!r}: remove them, or add images"
         )
+    if split_folders == "auto":
+        check_pairs(source, with_images, level)
     depth = level + bool(classes)  # minimum depth of a folder whose images are samples
     kept = {name: directory for name, directory in with_images.items() if depth_of(name) >= depth}
     if loose := {name: directory for name, directory in with_images.items() if name not in kept}:
@@ -274,41 +293,140 @@ def sort_and_label(tree: Tree, split_folders: str, min_classes: float = 1) -> tu
             f"all images are of one class, {listing.class_names[0]!r}: check that there is a folder per class"
         )
     if level:
-        _add_splits(listing, kept)
+        _add_splits(listing, kept, level)
     return listing, members
 
 
-def _has_split_folders(source: str, folders: Collection[bytes], choice: str) -> bool:
-    """Return whether the top folders of a source are splits, given the paths of all folders with images.
+def _class_level(source: str, folders: Collection[bytes], choice: str) -> int:
+    """Return the index of the class folder in a path, given the paths of all folders with images.
 
-    >>> _has_split_folders("data", [b"train/cat", b"train/dog", b"val/cat"], "auto")
-    True
-    >>> _has_split_folders("data", [b"car", b"bus", b"train"], "auto")
-    False
+    It is 0 if the top folders are classes, and 1 if they are splits, or more if each split contains only one folder,
+    as in ``seg_train/seg_train/cat``. Raises SourceError if the names and contents of folders do not tell.
+
+    >>> _class_level("data", [b"train/cat", b"train/dog", b"val/cat"], "auto")
+    1
+    >>> _class_level("data", [b"car", b"bus", b"train"], "auto")
+    0
     """
-    tops = sorted({folder.partition(b"/")[0] for folder in folders} - {b""})
-    nested = {folder.partition(b"/")[0] for folder in folders if b"/" in folder}
-    named = [top for top in tops if as_text(top).lower() in SPLIT_NAMES]
-    if choice == "no" or (choice == "auto" and not named):
-        return False
+    tops = sorted(at_level(0, folders))
+    if choice == "no" or (choice == "auto" and not _are_splits(source, tops, folders)):
+        return 0
     if not tops:
         raise SourceError(f"{source}: has no folders that could be splits: leave out --split-folders")
-    listed = ", ".join(repr(as_text(top)) for top in tops[:5]) + (", ..." if len(tops) > 5 else "")
-    if choice == "auto" and len(named) < len(tops):
-        if len(named) == 1 < len(tops) and named[0] not in nested:
-            return False  # one class among others with the name of a split, such as trains among vehicles
-        raise SourceError(
-            f"{source}: contains the folders {listed}, of which {as_text(named[0])!r} has the name of a split: pass "
-            "--split-folders yes if all are splits, with classes one level down, or no if they are classes; or convert "
-            "one of them alone"
-        )
-    if nested and len(nested) < len(tops):
+    inside: dict[bytes, list[list[bytes]]] = {top: [] for top in tops}
+    for parts in (name.split(b"/") for name in folders if name):
+        inside[parts[0]].append(parts)
+    found = {top: _level_in(top, inside[top]) for top in tops}
+    nested = [top for top in tops if found[top][1]]
+    if len(nested) not in (0, len(tops)):
         flat = next(top for top in tops if top not in nested)
         raise SourceError(
-            f"{source}: of the splits {listed}, {as_text(min(nested))!r} has class folders but {as_text(flat)!r} has "
-            "none: convert each split separately, or pass --split-folders no if they are classes"
+            f"{source}: of the splits {_listed(tops)}, {as_text(nested[0])!r} has class folders but {as_text(flat)!r} "
+            "has none: convert each split separately, or pass --split-folders no if they are classes"
         )
-    return True
+    levels = {level for level, _ in found.values()} if nested else {1}
+    if len(levels) > 1:
+        raise SourceError(
+            f"{source}: the splits {_listed(tops)} have their class folders at different depths: convert each split "
+            "separately, or pass --split-folders no if they are classes"
+        )
+    return levels.pop()
+
+
+def _level_in(top: bytes, folders: Sequence[Sequence[bytes]]) -> tuple[int, bool]:
+    """Return the index of the class folder in the paths of the folders in ``top``, a split, and whether it exists."""
+    level = 1
+    while True:
+        names = {parts[level] for parts in folders if len(parts) > level}
+        only = next(iter(names), b"")
+        is_wrapper = only == top or only.lower() in IMAGE_FOLDERS or split_of(as_text(only))[1]
+        if len(names) != 1 or not is_wrapper or any(len(parts) == level for parts in folders):
+            return level, bool(names)
+        level += 1
+
+
+def _are_splits(source: str, tops: list[bytes], folders: Collection[bytes]) -> bool:
+    """Return whether the top folders, with these names, are splits. Raises SourceError if this is unclear."""
+    inner: dict[bytes, set[bytes]] = {top: set() for top in tops}
+    for top, _, rest in (name.partition(b"/") for name in folders if b"/" in name):
+        inner[top].add(rest)
+    found = {top: split_of(as_text(top)) for top in tops}
+    named = [top for top in tops if found[top][1]]
+    if tops and len(named) == len(tops):
+        return True
+    if len(tops) == 1:
+        inside = at_level(0, inner[tops[0]])
+        if inside and tops[0] not in folders and all(split_of(as_text(name))[1] for name in inside):
+            raise SourceError(
+                f"{source}: contains only the folder {as_text(tops[0])!r}, with the splits {_listed(sorted(inside))}: "
+                f"pass {source}/{as_text(tops[0])}, or pass --split-folders no if all its images are of one class"
+            )
+        return False
+    is_one_class = len(named) == 1 and not inner[named[0]]  # such as trains among vehicles
+    if named and not is_one_class:
+        raise unclear(source, tops, f"of which {as_text(named[0])!r} has the name of a split")
+    kinds = {found[top][0] for top in tops}
+    if len(kinds) > 1 and "" not in kinds:
+        raise unclear(source, tops, "whose names contain those of splits")
+    children = [at_level(0, inner[top]) for top in tops]
+    shared = set.intersection(*children) if children else set()
+    if len(shared) > 1 and 2 * len(shared) >= len(set.union(*children)):
+        raise unclear(source, tops, f"which contain the same folders {_listed(sorted(shared))}")
+    return False
+
+
+def check_pairs(source: str, directories: Mapping[bytes, Directory], level: int) -> None:
+    """Raise SourceError if the class folders, at a level of the paths, may be the images and masks of one sample.
+
+    They may if one of a few has the name of a mask, or if names of files, which do not just count, are the same in all.
+    """
+    folders = sorted(at_level(level, directories))
+    if not 2 <= len(folders) <= MAX_PAIRED:
+        return
+    inside: dict[bytes, list[tuple[bytes, Directory]]] = {folder: [] for folder in folders}
+    for name, directory in directories.items():
+        parts = name.split(b"/")
+        if depth_of(name) > level:
+            inside[parts[level]].append((b"/".join(parts[:level] + parts[level + 1 :]), directory))
+    masks = [folder for folder in folders if has_mask_name(folder)]
+    if len(masks) == len(folders):
+        masks = []
+    smallest = min(masks or folders, key=lambda folder: sum(len(directory.files) for _, directory in inside[folder]))
+    all_stems = _stems(inside[smallest], smallest, bool(masks))
+    sample = set(nsmallest(MAX_STEMS, all_stems, key=lambda stem: (len(stem), stem)))  # 2 before 10
+    found = [{stem for stem in _stems(inside[folder], folder, False) if stem in sample} for folder in folders]
+    found = [stems for folder, stems in zip(folders, found, strict=True) if folder != smallest and folder not in masks]
+    if masks and 2 * len(set.union(*found)) >= len(sample):
+        reason = f"and the files in {as_text(smallest)!r} have the names of other images"
+        raise unclear(source, folders, reason, smallest)
+    common = set.intersection(*found)
+    if not masks and len(common) >= max(MIN_PAIRS, 0.9 * len(sample)) and not just_count(common):
+        raise unclear(
+            source,
+            folders,
+            f"which contain files of the same names, such as {as_text(posixpath.basename(min(common)))}",
+        )
+
+
+def _stems(directories: Iterable[tuple[bytes, Directory]], folder: bytes, is_mask: bool) -> Iterator[bytes]:
+    """Yield the path of each file in a ``folder``, by which it may be paired with another file."""
+    for inner, directory in directories:
+        yield from (inner + b"/" + stem_of(file, folder, is_mask) for file in directory.files)
+
+
+def unclear(source: str, folders: Sequence[bytes], reason: str, mask: bytes = b"") -> SourceError:
+    """Return the error for folders that may be splits, classes, or images and their masks."""
+    mask = mask or next((folder for folder in folders if has_mask_name(folder)), b"NAME")
+    return SourceError(
+        f"{source}: contains the folders {_listed(folders)}, {reason}: pass --split-folders yes if all are splits, "
+        "with classes one level down, or no if they are classes; or convert one of them alone; or, if they contain "
+        f"images and their masks, name the folder of masks (--mask-column {as_text(mask)}), or list the pairs in a "
+        "manifest (--manifest)"
+    )
+
+
+def _listed(names: Sequence[bytes]) -> str:
+    return ", ".join(repr(as_text(name)) for name in names[:5]) + (f", and {len(names) - 5:,} more" * (len(names) > 5))
 
 
 def _names(directories: dict[bytes, Directory], depth: int, members: array[int]) -> Iterator[bytes]:
@@ -326,7 +444,7 @@ def _numbers(names: Names, level: int, folders: list[bytes]) -> np.ndarray:
     return np.fromiter((number[name.split(b"/", level + 1)[level]] for name in names), np.int64, len(names))
 
 
-def _add_splits(listing: Listing, directories: dict[bytes, Directory]) -> None:
+def _add_splits(listing: Listing, directories: dict[bytes, Directory], level: int) -> None:
     """Add the column ``split``, a note on its values, and notes on classes that a split lacks."""
     splits = sorted(at_level(0, directories))
     numbers = _numbers(listing.names, 0, splits)
@@ -337,7 +455,7 @@ def _add_splits(listing: Listing, directories: dict[bytes, Directory]) -> None:
         "the field 'split' has the split of each sample (to treat them as classes, pass --split-folders no)"
     )
     for split in splits:
-        in_split = at_level(1, (name for name in directories if name.partition(b"/")[0] == split))
+        in_split = at_level(level, (name for name in directories if name.partition(b"/")[0] == split))
         present = {as_text(name) for name in in_split}
         lacking = [name for name in listing.class_names if name not in present]
         if lacking:

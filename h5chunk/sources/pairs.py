@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from h5chunk.errors import SourceError, as_text
+from h5chunk.source import WORD
 
 MASKS = "masks"  # name of the field of masks from a folder with one of the `MASK_FOLDERS` names
 IMAGE_FOLDERS = (b"images", b"image", b"imgs", b"img", b"jpegimages")
@@ -25,6 +26,10 @@ MASK_FOLDERS = (
     b"segmentations", b"segmentationclass",
 )  # fmt: skip
 MASK_NAME = re.compile(rb"(.+)[_-](?:mask|segmentation|seg)(?:[_-]?[0-9]+)?")
+MASK_WORDS = {
+    "mask", "masks", "label", "labels", "annotation", "annotations", "annot", "segmentation", "segmentations", "gt",
+    "groundtruth", "truth", "trimap", "trimaps",
+}  # fmt: skip
 LOSSY = (b".jpg", b".jpeg")
 
 
@@ -34,6 +39,30 @@ class Directory:
 
     files: list[bytes] = field(default_factory=list)
     members: array[int] = field(default_factory=lambda: array("q"))
+
+
+def has_mask_name(folder: bytes) -> bool:
+    """Return whether the name of a folder contains a word for masks, as in ``train_masks`` or ``gtFine``."""
+    return not MASK_WORDS.isdisjoint(word.lower() for word in WORD.findall(as_text(folder)))
+
+
+def stem_of(file: bytes, folder: bytes, is_mask: bool) -> bytes:
+    """Return the name that a file shares with its mask: without suffix, ``_mask``, and the name of its folder."""
+    stem = file.rpartition(b".")[0]
+    stem = stem.partition(b"_" + folder)[0] or stem
+    match = MASK_NAME.fullmatch(stem) if is_mask else None
+    return match[1] if match else stem
+
+
+def just_count(stems: Collection[bytes]) -> bool:
+    """Return whether the names of files are consecutive numbers, perhaps with the same words around them.
+
+    >>> just_count([b"cat_1", b"cat_3", b"cat_2"]), just_count([b"c21", b"c3", b"c94"]), just_count([b"a", b"b"])
+    (True, False, False)
+    """
+    found = [re.fullmatch(rb"(\D*)(\d+)(\D*)", posixpath.basename(stem)) for stem in stems]
+    values = sorted(int(match[2]) for match in found if match)
+    return len(values) == len(found) and values[-1] - values[0] < 2 * len(values)
 
 
 def depth_of(name: bytes) -> int:

@@ -109,6 +109,24 @@ def test_hidden_files_and_mac_leftovers_are_ignored(tmp_path: Path) -> None:
     assert samples(list_images(tmp_path)) == [("a/1.png", 0)]
 
 
+def test_leftovers_of_systems_are_no_images_and_not_reported(tmp_path: Path) -> None:
+    make(tmp_path, "a/1.png", "a/Thumbs.db", "desktop.ini", "a/@eaDir/1.png/S_M.jpg", "__MACOSX/a/._1.png")
+    listing = list_images(tmp_path)
+    assert samples(listing) == [("a/1.png", 0)] and listing.ignored == []
+
+
+@pytest.mark.parametrize("system", [0, 3])
+def test_backslashes_in_archives_of_windows_are_slashes(tmp_path: Path, system: int) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        for name in ("train\\cat\\1.png", "train\\dog\\2.png", "test\\cat\\3.png"):
+            info = zipfile.ZipInfo(name)
+            info.create_system = system
+            archive.writestr(info, name)
+    listing = list_images(tmp_path / "x.zip")
+    assert samples(listing) == [("test/cat/3.png", 0), ("train/cat/1.png", 0), ("train/dog/2.png", 1)]
+    assert contents(listing) == [b"test\\cat\\3.png", b"train\\cat\\1.png", b"train\\dog\\2.png"]
+
+
 def test_empty_class_folder_is_an_error(tmp_path: Path) -> None:
     make(tmp_path, "a/1.png", "c/readme.txt")
     (tmp_path / "b" / "deep").mkdir(parents=True)

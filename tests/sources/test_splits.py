@@ -99,11 +99,83 @@ def test_order_is_split_by_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("train", "val"), ("TRAIN", "Test"), ("training", "validation", "testing"), ("dev", "valid", "eval")]
-)
+    "names",
+    [
+        ("train", "val"), ("TRAIN", "Test"), ("training", "validation", "testing"), ("dev", "valid", "eval"),
+        ("training_set", "test_set"), ("seg_train", "seg_test"), ("train2017", "val2017"), ("01_train", "02_test"),
+        ("Training images", "Testing images"), ("trainset", "testSet"), ("TrainImages", "VALData"),
+        ("train_224x224", "test_224x224"),
+    ],
+)  # fmt: skip
 def test_names_of_splits(tmp_path: Path, names: tuple[str, ...]) -> None:
     listing = list_images(make(tmp_path, *(f"{name}/{label}/1.png" for name in names for label in "ab")))
     assert listing.class_names == ["a", "b"] and set(listing.columns["split"].tolist()) == {n.encode() for n in names}
+
+
+@pytest.mark.parametrize("wrapper", ["{}", "images", "train"])
+def test_splits_that_wrap_their_classes(tmp_path: Path, wrapper: str) -> None:
+    """As archives that were unpacked into folders of their own names."""
+    tops = ("seg_train", "seg_test")
+    make(tmp_path, *(f"{top}/{wrapper.format(top)}/{label}/1.png" for top in tops for label in "ab"))
+    listing = list_images(tmp_path)
+    assert listing.class_names == ["a", "b"] and listing.columns["labels"].tolist() == [0, 1, 0, 1]
+    assert listing.columns["split"].tolist() == [b"seg_test"] * 2 + [b"seg_train"] * 2 and len(listing.notes) == 1
+    make(tmp_path, "train/1.png")
+    with pytest.raises(SourceError, match="'seg_test' has class folders but 'train' has none"):
+        list_images(tmp_path)
+    make(tmp_path, "train/a/1.png", "train/b/1.png").joinpath("train/1.png").unlink()
+    with pytest.raises(SourceError, match="have their class folders at different depths: convert each"):
+        list_images(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (("fold1/a/1.png", "fold1/b/1.png", "fold2/b/2.png", "fold2/a/2.png"), "contain the same folders 'a', 'b'"),
+        (("photo/a/1.png", "photo/b/1.png", "photo/c/1.png", "art/b/2.png", "art/a/2.png"), "folders 'a', 'b'"),
+        (("trainA/1.png", "trainB/1.png", "testA/3.png", "testB/4.png"), "whose names contain those of splits"),
+        (("train_cats/1.png", "test_cats/1.png"), "whose names contain those of splits"),
+        (("train/1.png", "train_masks/1_mask.png"), "'train_masks' have the names of other images"),
+        (("photos/1.jpg", "gtFine/1.png"), "'gtFine' have the names of other images"),
+        (("train/ct/1.png", "train/gt/1.png", "val/ct/2.png", "val/gt/2.png"), "'gt' have the names of other images"),
+        (("train/1.png", "train_labels/1.png", "val/1.png", "val_labels/1.png"), "'train' has the name of a split"),
+        (("low/x.png", "low/y.png", "low/z1.png", "high/x.png", "high/y.png", "high/z1.png"), "the same names"),
+        (("A/17.png", "A/40.png", "A/99.png", "B/17.jpg", "B/40.jpg", "B/99.jpg"), "such as 17"),
+        (("left/train/x_0_left.png", "left/val/y_1_left.png", "gt/train/x_0_gt_id.png", "gt/val/y_1_gt_id.png"),
+         "contain the same folders 'train', 'val'"),
+    ],
+)  # fmt: skip
+def test_structure_that_shows_no_classes_is_asked_for(tmp_path: Path, names: tuple[str, ...], reason: str) -> None:
+    make(tmp_path, *names)
+    ways = r".*: pass --split-folders yes .*, or no .*\(--mask-column .*\), or list the pairs .* \(--manifest\)"
+    with pytest.raises(SourceError, match=reason + ways):
+        list_images(tmp_path)
+    assert list_images(tmp_path, split_folders="no").class_names == sorted({name.split("/")[0] for name in names})
+
+
+def test_a_named_folder_of_masks_ends_the_doubt(tmp_path: Path) -> None:
+    make(tmp_path, "train/1.png", "train/2.png", "train_masks/1_mask.gif", "train_masks/2_mask.gif")
+    assert [*list_images(tmp_path, mask_column=("train_masks",)).others] == ["train_masks"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("cat/0.png", "cat/1.png", "cat/2.png", "dog/0.png", "dog/1.png", "dog/2.png"),
+        ("with_mask/1.png", "without_mask/1.png"),
+        ("n1/images/1.png", "n2/images/1.png"),
+        ("steam train/1.png", "model train/2.png", "car/3.png"),
+        ("contest/1.png", "latest/1.png"),
+    ],
+)
+def test_structure_that_shows_classes(tmp_path: Path, names: tuple[str, ...]) -> None:
+    listing = list_images(make(tmp_path, *names))
+    assert listing.class_names == sorted({name.split("/")[0] for name in names}) and [*listing.columns] == ["labels"]
+
+
+def test_files_that_are_just_counted_show_no_pairs(tmp_path: Path) -> None:
+    names = [f"{label}/{i}.jpg" for label in ("cat", "dog") for i in range(1100)]
+    assert list_images(make(tmp_path, *names)).class_names == ["cat", "dog"]
 
 
 def test_flat_splits_have_no_labels(tmp_path: Path) -> None:
@@ -165,8 +237,12 @@ def test_a_class_that_is_called_like_a_split(tmp_path: Path) -> None:
     assert listing.class_names == ["bus", "car", "train"] and list(listing.columns) == ["labels"]
 
 
-def test_a_folder_that_wraps_all_others_is_one_class_and_said_to_be(tmp_path: Path) -> None:
-    listing = list_images(make(tmp_path, "images/train/1.png", "images/val/1.png"))
+def test_a_folder_that_wraps_splits_is_named(tmp_path: Path) -> None:
+    make(tmp_path, "images/train/1.png", "images/val/1.png")
+    with pytest.raises(SourceError, match=f"only the folder 'images', with the splits 'train', 'val': pass {tmp_path}"):
+        list_images(tmp_path)
+    assert set(list_images(tmp_path / "images").columns) == {"split"}
+    listing = list_images(tmp_path, split_folders="no")
     assert listing.class_names == ["images"]
     assert listing.notes == ["all images are of one class, 'images': check that there is a folder per class"]
 

@@ -12,7 +12,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import re
 import shutil
 from abc import ABC, abstractmethod
 from contextlib import suppress
@@ -20,14 +19,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from h5chunk.errors import OptionError, OutputError, SampleError, SourceError, printable
-from h5chunk.source import SPLIT_NAMES
+from h5chunk.source import split_of
 from h5chunk.store.read.files import NUMBERED
 from h5chunk.store.write.journal import Journal, save_command_id
 from h5chunk.store.write.part_file import check_name, check_parent, is_open, journal_path, lock, part_path, sync_folder
 
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2, and RENAME_SWAP of macOS' renamex_np
 AT_FDCWD = -100
-SPLIT_FILE = re.compile(rf"({'|'.join(SPLIT_NAMES)})\.h5", re.IGNORECASE)  # names that convert --split-files gives
 OPENINGS = 1000  # attempts to lock a part, in case other writers keep finishing it first
 _Output = TypeVar("_Output", bound="Output")
 
@@ -213,7 +211,8 @@ def check_folder(path: Path, overwrite: bool) -> None:
     if os.path.lexists(path) and not path.is_dir():
         raise OutputError(f"{label} is a file, but shards need a folder: use another name, or remove the file")
     existing = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-    others = [name for name in existing if not NUMBERED.fullmatch(name) and not SPLIT_FILE.fullmatch(name)]
+    of_splits = {name for name in existing if name.endswith(".h5") and split_of(name.removesuffix(".h5"))[1]}
+    others = [name for name in existing if not NUMBERED.fullmatch(name) and name not in of_splits]
     if others:
         raise OutputError(
             f"{label} is a folder with files that are not shards, such as {printable(others[0])}: use another name"
