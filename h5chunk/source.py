@@ -30,16 +30,21 @@ SPLIT_WORD = re.compile(rf"({'|'.join(SPLIT_WORDS)})({'|'.join(sorted(SET_WORDS)
 ENDS_IN_NULL = "ends with a NUL byte, which strings in a file cannot keep: remove it"
 
 
-def split_of(name: str) -> tuple[str, bool]:
-    """Return the split that a name contains, train, val or test ("" if none), and whether it says nothing else.
+def split_words(name: str) -> tuple[list[str], list[str]]:
+    """Return the words for splits in a name, and all others, in lower case.
 
-    >>> split_of("Training images"), split_of("train2017"), split_of("train_masks"), split_of("trains")
-    (('train', True), ('train', True), ('train', False), ('', False))
+    >>> split_words("Training images"), split_words("train2017"), split_words("train_masks"), split_words("contest")
+    ((['training'], []), (['train'], []), (['train'], ['masks']), ([], ['contest']))
     """
-    words = [word.lower() for word in WORD.findall(name)]
-    splits = [SPLIT_WORDS[match[1]] for word in words if (match := SPLIT_WORD.fullmatch(word))]
-    others = [word for word in words if not SPLIT_WORD.fullmatch(word) and word not in SET_WORDS]
-    return (splits or [""])[0], len(splits) == 1 and not others
+    found = [(word, SPLIT_WORD.fullmatch(word)) for word in map(str.lower, WORD.findall(name))]
+    others = [word for word, match in found if match is None and word not in SET_WORDS]
+    return [match[1] for _, match in found if match is not None], others
+
+
+def split_of(name: str) -> tuple[str, bool]:
+    """Return the split that a name contains, train, val or test ("" if none), and whether it says nothing else."""
+    splits, others = split_words(name)
+    return SPLIT_WORDS[splits[0]] if splits else "", len(splits) == 1 and not others
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from h5chunk.errors import SourceError, names_text, printable
-from h5chunk.source import SPLIT_NAMES
-
-NO_WORDS = re.compile(r"[\W\d_]+")
+from h5chunk.source import split_words
 
 
 def splits_of(folder: Path, files: Sequence[Path]) -> list[str]:
@@ -68,5 +65,5 @@ def _split(name: str) -> str:
     >>> _split("train-00000-of-00001"), _split("Test_2"), _split("train_test"), _split("contest")
     ('train', 'test', '', '')
     """
-    words = {word for word in NO_WORDS.split(name.lower()) if word in SPLIT_NAMES}
+    words = {*split_words(name)[0]}
     return words.pop() if len(words) == 1 else ""
