@@ -425,8 +425,8 @@ def unclear(source: str, folders: Sequence[bytes], reason: str, mask: bytes = b"
     )
 
 
-def _listed(names: Sequence[bytes]) -> str:
-    return ", ".join(repr(as_text(name)) for name in names[:5]) + (f", and {len(names) - 5:,} more" * (len(names) > 5))
+def _listed(names: Iterable[bytes]) -> str:
+    return names_text((repr(as_text(name)) for name in names), 5)
 
 
 def _names(directories: dict[bytes, Directory], depth: int, members: array[int]) -> Iterator[bytes]:
