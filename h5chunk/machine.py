@@ -1,13 +1,15 @@
-"""Count the available cores, and run tasks in threads."""
+"""Count the available cores, run tasks in threads, and change warning filters in threads."""
 
 from __future__ import annotations
 
 import os
+import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from typing import TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -57,3 +59,51 @@ def in_order(tasks: Iterable[Callable[[], T]], num_threads: int, ahead: int) -> 
     finally:
         with suppress(RuntimeError):  # raised while the interpreter exits
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Filters:
+    """The uses of `warnings_filtered`: the saved filters, and the thread, which is None once it has left."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.uses: list[tuple[warnings.catch_warnings[None], list[int | None]]] = []
+
+    def enter(self, action: Any, options: dict[str, Any]) -> list[int | None]:
+        with self.lock:
+            saved = warnings.catch_warnings()
+            thread: list[int | None] = [threading.get_ident()]
+            saved.__enter__()
+            self.uses.append((saved, thread))
+            warnings.filterwarnings(action, **options)
+            return thread
+
+    def leave(self, thread: list[int | None]) -> None:
+        with self.lock:
+            thread[0] = None
+            while self.uses and self.uses[-1][1][0] is None:  # the last one to enter must be the first one to restore
+                self.uses.pop()[0].__exit__(None, None, None)
+
+    def after_fork(self) -> None:
+        """End the uses of threads that the forked process does not have."""
+        self.lock = threading.Lock()
+        for _, thread in list(self.uses):
+            if thread[0] != threading.get_ident():
+                self.leave(thread)
+
+
+_filters = _Filters()
+os.register_at_fork(after_in_child=_filters.after_fork)
+
+
+@contextmanager
+def warnings_filtered(action: Any, **options: Any) -> Iterator[None]:
+    """Call `warnings.filterwarnings` in a context, after which the filters are as before.
+
+    Unlike `warnings.catch_warnings`, this may be used in several threads: filters stay while a thread that entered
+    later is still inside. They apply to all threads.
+    """
+    thread = _filters.enter(action, options)
+    try:
+        yield
+    finally:
+        _filters.leave(thread)

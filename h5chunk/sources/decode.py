@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import io
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ import numpy as np
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from h5chunk.errors import SampleError
+from h5chunk.machine import warnings_filtered
 from h5chunk.sources.kinds import ImageOptions
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
@@ -68,9 +68,10 @@ def pillow_limits(max_pixels: int) -> Iterator[None]:
     before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
     Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels, False
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="PIL")  # warnings about odd EXIF data and palettes
-            warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
+        with (
+            warnings_filtered("ignore", module="PIL"),  # warnings about odd EXIF data and palettes
+            warnings_filtered("error", category=Image.DecompressionBombWarning),
+        ):
             yield
     finally:
         Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = before

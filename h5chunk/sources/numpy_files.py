@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import IO
 import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, printable
+from h5chunk.machine import warnings_filtered
 from h5chunk.sources.container import DAMAGES, BoundedFile
 from h5chunk.sources.recognise import MAX_ZIP_DIRECTORY_BYTES
 from h5chunk.store.hdf5.guard import MAX_RATIO
@@ -32,8 +32,7 @@ def read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.d
     contains Python objects.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # warnings about headers of Python 2
+        with warnings_filtered("error"):  # warnings about headers of Python 2
             version = np.lib.format.read_magic(file)
             if version not in ((1, 0), (2, 0)):
                 raise SourceError(f"{name}: version {version} of the .npy format is not supported: save it again")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from h5chunk import native
+from h5chunk.machine import warnings_filtered
 from h5chunk.transforms.arithmetic import CsrArithmetic, DenseArithmetic, HostArithmetic, RowArithmetic
 
 NUM_CODES = 256
@@ -337,6 +337,5 @@ def make_csr(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, 
 @cache
 def _silence_beta_warning() -> None:
     """Silence torch's warning that CSR tensors are in beta and unchecked; h5chunk's readers have checked them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_filtered("ignore"):
         torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)

@@ -176,11 +176,27 @@ def test_a_child_takes_no_more_memory_than_metadata_need(path: Path) -> None:
         return len(bytearray(600 << 20)) >> 20
 
     def take_little(_: object) -> int:
-        with limited_memory(path), pytest.raises(MemoryError):
+        with (
+            pytest.raises(h5chunk.FileError, match="more memory than the 25[67].* that h5chunk allows"),
+            limited_memory(path),
+        ):
             take(_)
         return take(_)
 
     assert in_child(take_little, lambda: "f.h5") == 600
+
+
+def test_the_limit_on_memory_is_not_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5chunk.store.hdf5.child.METADATA_BYTES", 48 << 20)
+    monkeypatch.setattr("h5chunk.store.hdf5.child.METADATA_RATIO", 1)
+    with h5py.File(tmp_path / "many.h5", "w", libver="latest") as file:
+        for number in range(5000):
+            file[f"sample {number}/x"] = np.arange(4)
+    for tool in h5chunk.info, h5chunk.verify:
+        with pytest.raises(h5chunk.FileError, match="more memory than the .* very many objects") as failed:
+            tool(tmp_path / "many.h5")
+        assert "loop" not in str(failed.value)
+        tool(tmp_path / "many.h5", trusted=True)
 
 
 # ------------------------------------------------------------------------------------------------------ tools, readers

@@ -27,8 +27,10 @@ from typing import Any, NoReturn, TypeVar
 
 from h5py._objects import phil
 
-from h5chunk.errors import FileError, H5ChunkError, WorkerError, printable
+from h5chunk.errors import FileError, H5ChunkError, WorkerError, human_bytes, printable
+from h5chunk.machine import warnings_filtered
 from h5chunk.stamp import stamp_of
+from h5chunk.store.hdf5.open import DAMAGES
 
 T = TypeVar("T")
 Say = Callable[[Any], None]
@@ -37,7 +39,8 @@ LOOP_S = 60.0  # CPU time of a thread without a read, write or message, after wh
 IDLE_S = 120.0  # time during which all threads sleep, after which a child counts as stuck
 LOOK_S = 1.0  # time between checks of a child
 METADATA_BYTES = 256 << 20  # limit on the memory that a child may use for metadata
-METADATA_RATIO = 32  # additional bytes of memory per byte of the file, because its tables may be compressed
+METADATA_RATIO = 128  # additional bytes of memory per byte of the file: HDF5 needs 20 KB for a small open object
+MARGIN_BYTES = 16 << 20  # the limit was reached if at most this much of it was never used
 PR_SET_PDEATHSIG = 1  # option of prctl
 SAID, DONE, FAILED = "said", "done", "failed"  # kinds of messages from the child; every message also has a value
 
@@ -66,7 +69,7 @@ def try_files(paths: Sequence[Path], probe: Callable[[Path], None], purpose: Has
     def probe_all(say: Say) -> None:
         for path in due:
             say(path)
-            with limited_memory(path):
+            with limited_memory(path, False):
                 probe(path)
 
     try:
@@ -96,8 +99,7 @@ def in_child(work: Callable[[Say], T], file_name: Callable[[], str], on_message:
     parent = os.getpid()
     try:
         receiver, sender = multiprocessing.Pipe(duplex=False)
-        with warnings.catch_warnings(), phil:  # while this lock is held, no other thread is inside HDF5
-            warnings.simplefilter("ignore")  # ignore warnings about forks of processes with threads
+        with warnings_filtered("ignore"), phil:  # warnings about forks with threads; phil: no thread is inside HDF5
             child = _fork()
     except OSError:
         return work(on_message)
@@ -137,20 +139,44 @@ def _fork() -> int:
 
 
 @contextlib.contextmanager
-def limited_memory(path: Path) -> Iterator[None]:
-    """Limit the memory of a child process in a context, because damaged metadata may make HDF5 use all memory."""
-    if sys.platform != "linux" or not _is_child:
+def limited_memory(path: Path, trusted: bool | None = None) -> Iterator[None]:
+    """Limit the memory of a child process in a context, because damaged metadata may make HDF5 use all memory.
+
+    There is no limit for ``trusted`` files; None means that the caller has no such option. Raises FileError if memory
+    was used up to the limit, whatever errors HDF5 and others made of that.
+    """
+    if sys.platform != "linux" or not _is_child or trusted:
         yield
         return
-    taken = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = (int(taken.split()[1]) << 10) + METADATA_BYTES + METADATA_RATIO * sum(stamp_of(path)[2:3])
+    taken, size = _memory_of_process("VmData"), _memory_of_process("VmSize")
+    limit = taken + METADATA_BYTES + METADATA_RATIO * sum(stamp_of(path)[2:3])
     soft = min(limit_bytes for limit_bytes in (limit, *before) if limit_bytes != resource.RLIM_INFINITY)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, before[1]))
+    error: BaseException | None = None
     try:
         yield
+    except (H5ChunkError, *DAMAGES) as raised:
+        error = raised
+        raise
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+        allowed = soft - taken
+        is_reached = allowed - (_memory_of_process("VmPeak") - size) < MARGIN_BYTES
+        if is_reached or isinstance(error, MemoryError) or "alloc" in str(error):
+            remedy = (
+                "" if trusted is None else ". If you trust it, pass trusted=True (--trusted), which has no such limit"
+            )
+            raise FileError(
+                f"{printable(path)}: its metadata needs more memory than the {human_bytes(allowed)} that h5chunk allows "
+                f"for a file of its size, because it has very many objects or is damaged{remedy}"
+            ) from error
+
+
+def _memory_of_process(name: str) -> int:
+    """Return an entry of /proc/self/status in bytes."""
+    entry = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(entry.split()[1]) << 10
 
 
 def _listen(pipe: Connection, child: int, on_message: Say, file_name: Callable[[], str]) -> list[Any]:

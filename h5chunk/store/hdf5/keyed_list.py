@@ -130,7 +130,7 @@ def _build(options: _Options, stamp: Any, made_for: Any, folder: Path | None, re
             return part
 
         def work(say_in_child: Callable[[Any], None]) -> KeyedIndex:
-            with limited_memory(path):
+            with limited_memory(path, options.trusted):
                 return _Lister(options, all_hard).list(names[start:stop], say_in_child)
 
         part = in_child(work, lambda: printable(path), lambda count: say(start, count))
@@ -162,7 +162,7 @@ def _build(options: _Options, stamp: Any, made_for: Any, folder: Path | None, re
 def _list_names(path: Path, before: str, trusted: bool) -> tuple[list[bytes], bool]:
     """Return the names in a group, and whether all are hard links."""
     guard = Guard(path, trusted)
-    with limited_memory(path), opened(path) as file:
+    with limited_memory(path, trusted), opened(path) as file:
         group = guard.find(file, before) if before else file["/"]
         if not isinstance(group, h5py.Group):
             raise FieldError(f"{printable(path)} has no group {before!r}: run h5chunk info to list its datasets")

@@ -50,7 +50,7 @@ def open_frames(
         episodes = []
         for file in files:
             say(file)
-            with limited_memory(file):
+            with limited_memory(file, trusted):
                 episodes.append(open_episodes(file, parent, suffixes, decoder, trusted, checksums))
                 find_offsets(episodes[-1])
         return episodes

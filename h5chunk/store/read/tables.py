@@ -62,7 +62,7 @@ def _read_foreign_table(reader: H5Reader, name: str) -> np.ndarray | None:
     """Read a table of an AnnData or 10x file, in a child process because HDF5 may hang on damaged strings."""
 
     def read(_: object) -> np.ndarray | None:
-        with limited_memory(reader.path), opened(reader.path) as file:
+        with limited_memory(reader.path, reader.trusted), opened(reader.path) as file:
             reader.check_unchanged()
             guard = Guard(reader.path, reader.trusted)
             for path in _table_paths(file, guard, name, reader.matrix.dataset if reader.matrix else ""):

@@ -20,7 +20,6 @@ import struct
 import sys
 import tempfile
 import threading
-import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
@@ -33,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h5chunk.errors import SampleError, WorkerError
+from h5chunk.machine import warnings_filtered
 from h5chunk.source import SampleReader
 from h5chunk.store.hdf5.codecs import crc32
 from h5chunk.store.write.part_file import write_at, writing
@@ -210,8 +210,7 @@ def _in_workers(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[
     left = iter(tasks)
     try:
         while True:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # warnings about forks of processes with threads
+            with warnings_filtered("ignore", category=DeprecationWarning):  # forks of processes with threads
                 for task in left:
                     waiting.append(pool.submit(_run_task, *task))
                     if len(waiting) >= TASKS_AHEAD * num_workers:

@@ -265,7 +265,7 @@ def _info_file(path: Path, trusted: bool) -> FileInfo:
 
 
 def _describe_file(path: Path, trusted: bool) -> FileInfo:
-    with limited_memory(path), opened(path) as file:
+    with limited_memory(path, trusted), opened(path) as file:
         header = read_header(file)
         guard = Guard(path, trusted)
         if header and isinstance(guard.find(file, MATRIX), h5py.Group):

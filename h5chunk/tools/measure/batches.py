@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.machine import warnings_filtered
 from h5chunk.plan.order import Order
 from h5chunk.plan.selection import FixedSelection
 from h5chunk.sources.decode import decode
@@ -50,8 +50,7 @@ class BatchRate:
         self._round = 1 if first is None else first.num_windows * first.window_batches
         self._batches = (batch for _ in itertools.count() for batch in epochs)
         try:
-            with warnings.catch_warnings():  # torch warns of more workers than cores, and of forks with threads
-                warnings.simplefilter("ignore")
+            with warnings_filtered("ignore"):  # torch warns of more workers than cores, and of forks with threads
                 next(self._batches)
         except BaseException:
             close()
@@ -105,8 +104,7 @@ def wait_for_readers() -> None:
 
 def open_loader(dataset: ChunkDataset, order: Order, *, device: str, **options: Any) -> BatchRate:
     """Open a `ChunkLoader` that yields batches in ``order``, and read its first batch."""
-    with warnings.catch_warnings():  # the report explains why the file is read through HDF5
-        warnings.simplefilter("ignore")
+    with warnings_filtered("ignore"):  # the report explains why the file is read through HDF5
         sampler = ChunkSampler.of_order(dataset, order)
         loader = ChunkLoader(dataset, sampler=sampler, device=device, **{"resident": False, **options})
     return BatchRate(loader, device, loader.order, loader.read_ahead_samples, loader.close)
@@ -115,8 +113,7 @@ def open_loader(dataset: ChunkDataset, order: Order, *, device: str, **options: 
 def open_dataset(dataset: ChunkDataset, order: Order, *, num_workers: int) -> BatchRate:
     """Open a DataLoader that reads a `ChunkDataset` in ``order``, and read its first batch."""
     sampler = ChunkSampler.of_order(dataset, order)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_filtered("ignore"):
         epochs = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, persistent_workers=num_workers > 0)
 
     def close() -> None:

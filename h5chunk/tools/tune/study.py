@@ -6,7 +6,6 @@ import math
 import os
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, OutputError, human_bytes, printable
-from h5chunk.machine import available_cores
+from h5chunk.machine import available_cores, warnings_filtered
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.format.header import header_attributes
 from h5chunk.store.format.spec import GROUP, FileSpec, create_file, field_spec
@@ -152,7 +151,7 @@ def study_file(
     """Read the facts about a file that are needed before measuring. Raises the same errors as `h5chunk.tune`."""
     from h5chunk.feed.dataset import ChunkDataset
 
-    with limited_memory(Path(path)):
+    with limited_memory(Path(path), trusted):
         reader = H5Reader(path, fields, trusted=trusted)
         reader.check_metadata()
     sample_bytes = check_samples(reader, "tuned")
@@ -202,8 +201,7 @@ def no_gain_reason(study: Study, device: str) -> str:
         return f"its {human_bytes(num_bytes)} are too small to matter"
     if not facts.loader_reads_all:
         return ""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_filtered("ignore"):
         dataset = open_data(study.reader.path, study.fields, study.reader.trusted)
         with ChunkLoader(dataset, facts.batch_size, device=device) as loader:
             is_resident = loader.is_resident

@@ -142,7 +142,7 @@ def _check_file(file: Path, options: _VerifyOptions, progress: Progress | None) 
 def _verify_file(path: Path, quick: bool, trusted: bool, progress: Progress | None) -> VerifyReport:
     def check(say: Say) -> VerifyReport:
         with ExitStack() as stack:
-            with limited_memory(path):
+            with limited_memory(path, trusted):
                 file = stack.enter_context(opened(path))
                 file_check = _FileCheck(path, quick, read_header(file))
                 file_check.survey(file, trusted)
