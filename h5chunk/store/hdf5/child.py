@@ -164,12 +164,10 @@ def limited_memory(path: Path, trusted: bool | None = None) -> Iterator[None]:
         allowed = soft - taken
         is_reached = allowed - (_memory_of_process("VmPeak") - size) < MARGIN_BYTES
         if is_reached or isinstance(error, MemoryError) or "alloc" in str(error):
-            remedy = (
-                "" if trusted is None else ". If you trust it, pass trusted=True (--trusted), which has no such limit"
-            )
+            remedy = "" if trusted is None else ". If you trust it, trusted=True (--trusted) removes this limit"
             raise FileError(
-                f"{printable(path)}: its metadata needs more memory than the {human_bytes(allowed)} that h5chunk allows "
-                f"for a file of its size, because it has very many objects or is damaged{remedy}"
+                f"{printable(path)}: its metadata needs more memory than the {human_bytes(allowed)} that h5chunk "
+                f"allows for a file of its size, because it has very many objects or is damaged{remedy}"
             ) from error
 
 
