@@ -325,7 +325,9 @@ def test_a_file_twice(paths: list[Path], tmp_path: Path) -> None:
 
 def test_more_files_than_may_be_open(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     count = len(paths)
-    monkeypatch.setattr("resource.getrlimit", lambda _: (count + 31, 99))
+    of_others = resource.getrlimit
+    limit = count + 31, 99
+    monkeypatch.setattr("resource.getrlimit", lambda kind: limit if kind == resource.RLIMIT_NOFILE else of_others(kind))
     with pytest.raises(
         FileError, match=rf"set has {count} files, but this process may open only {count + 31}: .*ulimit -n"
     ):

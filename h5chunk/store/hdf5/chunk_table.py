@@ -29,7 +29,7 @@ COMPARED_BYTES = 1 << 20  # larger chunks are not compared completely
 COMPARED_ELEMENTS = 64  # number of elements to compare in a larger chunk, or in contiguous data
 PROBE = bytes(range(1, 33))  # content of the file in memory
 PROBE_BLOCK = 512  # size of its user block
-SEC2 = h5py.h5fd.SEC2
+DRIVERS = (h5py.h5fd.SEC2, h5py.h5fd.LOG)  # drivers that read a local file with its descriptor
 DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
 ALL_FILTERS = 0xFFFFFFFF  # the filter mask of a chunk that skipped all filters
 KEPT_CHUNKS, MAX_KEPT = 1 << 14, 2  # up to MAX_KEPT tables with at least KEPT_CHUNKS chunks are cached
@@ -105,7 +105,7 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     chunk. Long tables are cached, because a data set, its loader and forked processes list the same chunks.
     """
     file = dataset.file.id
-    if file.get_intent() != h5py.h5f.ACC_RDONLY or file.get_access_plist().get_driver() != SEC2:
+    if not _is_stable(file):
         return _list_chunks(dataset)
     key = (stamp_of(file.get_vfd_handle(), with_ctime=True), dataset.name)
     table = _kept.pop(key, None) or _list_chunks(dataset)
@@ -144,6 +144,11 @@ def _list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     _check_sizes(dataset, table, name)
     _check_bytes(dataset, table, name)
     return table
+
+
+def _is_stable(file: h5py.h5f.FileID) -> bool:
+    """Return whether a file is open for reading, and HDF5 reads it with its descriptor."""
+    return bool(file.get_intent() == h5py.h5f.ACC_RDONLY and file.get_access_plist().get_driver() in DRIVERS)
 
 
 def is_listed_wrongly(dataset: h5py.Dataset) -> bool:
@@ -246,7 +251,7 @@ def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
     Compressed chunks larger than 1 MiB and files that are open for writing are not checked.
     """
     file, stored = dataset.file.id, np.flatnonzero(table.sizes)
-    if not len(stored) or file.get_intent() != h5py.h5f.ACC_RDONLY or file.get_access_plist().get_driver() != SEC2:
+    if not len(stored) or not _is_stable(file):
         return
     chunk = int(stored[table.sizes[stored].argmin()])
     try:

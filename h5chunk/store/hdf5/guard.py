@@ -44,7 +44,7 @@ from h5chunk.errors import (
 )
 from h5chunk.store.hdf5.chunk_table import is_variable
 from h5chunk.store.hdf5.codecs import BITSHUFFLE, KNOWN_FILTERS
-from h5chunk.store.hdf5.open import DAMAGES, address_of, errors_as
+from h5chunk.store.hdf5.open import DAMAGES, address_of, errors_as, explained
 
 MAX_RATIO = 1032  # gzip's highest compression ratio
 SLACK_BYTES = 64 << 20  # bytes that a shape may claim although nothing was written, because they read as the fill value
@@ -248,7 +248,7 @@ class Guard:
                 parts = list(inside)
             except DAMAGES as error:
                 name = prefix.rstrip("/") or "/"
-                yield name, FieldError(f"{self._where(name)} is damaged: HDF5 cannot list its members ({error})")
+                yield name, self._damaged(name, "list its members", error)
                 continue
             for part in parts:
                 name = f"{prefix}{as_text(part)}"
@@ -259,7 +259,7 @@ class Guard:
                     yield name, error
                     continue
                 except DAMAGES as error:
-                    yield name, FieldError(f"{self._where(name)} is damaged: HDF5 cannot open it ({error})")
+                    yield name, self._damaged(name, "open it", error)
                     continue
                 if address in seen:
                     continue
@@ -276,6 +276,9 @@ class Guard:
         if not isinstance(link, h5py.HardLink) and not self._target_exists(link, group, where, 0):
             raise FieldError(f"{where} is a link without a target")
         return group[part]
+
+    def _damaged(self, name: str, action: str, error: Exception) -> FieldError:
+        return FieldError(f"{self._where(name)} is damaged: HDF5 cannot {action} ({explained(error)})")
 
     def _where(self, name: str) -> str:
         return f"{printable(self.path)}: {name!r}"

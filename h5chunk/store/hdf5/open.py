@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import errno
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,18 +13,35 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+from h5py._objects import phil
 
 from h5chunk.errors import FileError, H5ChunkError, OutputError, printable
 from h5chunk.remote.mirror import MirrorFile
+from h5chunk.stamp import stamp_of
+from h5chunk.store.hdf5.lookalike import describe_lookalike
 from h5chunk.urls import hint_for_url, is_cut_url, local_copy_of
 
 # exceptions that h5py raises for damaged files
 DAMAGES = (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError)
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NOT_HDF5 = "not an HDF5 file"
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # errors of locking where there are no locks
+OTHER_DRIVER = "h5chunk-log"  # HDF5's driver "log", which reads like its default driver if it logs nothing
+REFUSED_BY_2_0 = (
+    "stored datatype size in chunk layout does not match",
+    "stored chunk dimension encoding length does not match",
+)
 REASONS = (
     ("truncated", "the file is cut short (its header claims a larger size): copy or convert it again"),
-    ("signature not found", "not an HDF5 file"),
+    ("signature not found", NOT_HDF5),
     ("Permission denied", "no permission to read it"),
+    *(
+        (
+            f"errno = {number},",
+            "its file system has no locks: set the environment variable HDF5_USE_FILE_LOCKING=FALSE",
+        )
+        for number in NO_LOCKS
+    ),
     ("unable to lock file", "the file is locked by another process that is writing to it: wait for that process"),
 )  # a part of HDF5's message for a file that cannot be opened, and the reason in h5chunk's message
 
@@ -36,7 +54,7 @@ def translate_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     except H5ChunkError:
         raise
     except DAMAGES as error:
-        reason = str(error) or type(error).__name__
+        reason = explained(error)
         if any(os.strerror(number) in reason for number in FULL_DISK):
             raise OutputError(f"{printable(path)}: a copy of this file cannot be written: {reason}") from None
         raise FileError(f"{printable(path)} is damaged, or of an unknown kind (HDF5: {reason})") from error
@@ -51,7 +69,7 @@ def errors_as(kind: type[FileError], message: str, *others: type[Exception]) -> 
     except FileError:
         raise
     except damages as error:
-        raise kind(f"{message}: {error}") from None
+        raise kind(f"{message}: {explained(error)}") from None
 
 
 @contextmanager
@@ -72,24 +90,94 @@ def open_file(path: str | os.PathLike[str], **options: Any) -> h5py.File:
     if not os.path.exists(path):  # also False for names that are too long
         raise FileError(f"{label}: no such file{hint_for_url(path)}")
     if not Path(path).is_file():
-        raise FileError(f"{label}: not a regular file")
+        what = describe_lookalike(path) if Path(path).is_dir() else ""
+        raise FileError(f"{label}: not a regular file{': ' if what else ''}{what}")
     with suppress(ImportError):
         import hdf5plugin  # noqa: F401  # HDF5 finds its filters from then on
     mirror = local_copy_of(path)
     try:
-        file = h5py.File(path if mirror is None else MirrorFile(mirror), "r", **options)
+        file = _open_current(path, options) if mirror is None else h5py.File(MirrorFile(mirror), "r", **options)
     except FileError:
         raise
     except OSError as error:
-        text = "Permission denied" if isinstance(error, PermissionError) else str(error)
-        reason = next((reason for part, reason in REASONS if part in text), f"cannot be opened: {text}")
-        raise FileError(f"{label}: {reason}") from None
-    if file.id.get_intent() != h5py.h5f.ACC_RDONLY:  # HDF5 shares files that this process already has open
-        file.close()
-        raise FileError(f"{label} is open for writing (or for SWMR) in this process: close it first")
+        raise FileError(f"{label}: {_why_not_opened(path, error)}") from None
     if mirror is not None:
         _through_python.add(file)
     return file
+
+
+def _why_not_opened(path: str | os.PathLike[str], error: OSError) -> str:
+    text = "Permission denied" if isinstance(error, PermissionError) else str(error)
+    reason = next((reason for part, reason in REASONS if part in text), f"cannot be opened: {explained(error)}")
+    what = describe_lookalike(path) if reason == NOT_HDF5 else ""
+    return f"{reason}: {what}" if what else reason
+
+
+def explained(error: Exception) -> str:
+    """Return the message of an error of HDF5, with advice if a version of HDF5 refuses files that others read."""
+    text = str(error) or type(error).__name__
+    if h5py.version.hdf5_version_tuple[:2] == (2, 0) and any(part in text for part in REFUSED_BY_2_0):
+        text += (
+            f". HDF5 {h5py.version.hdf5_version}, in h5py {h5py.__version__}, refuses datasets of PureHDF and other "
+            'writers that HDF5 1.14 reads: pip install "h5py<3.16"'
+        )
+    return text
+
+
+def _open_current(path: str | os.PathLike[str], options: dict[str, Any]) -> h5py.File:
+    """Open a local file so that HDF5 does not mix it with an older version that this process has open.
+
+    HDF5 shares the cached metadata and chunks of all handles of a file, by device and inode and for each of its
+    drivers. If the file was changed after another handle was opened, it is opened with another driver, which shares
+    nothing with the first. Both read files in the same way.
+    """
+    for driver in (None, OTHER_DRIVER):
+        file = _open_unlocked(path, {**options, "driver": driver})
+        if file.id.get_intent() != h5py.h5f.ACC_RDONLY:
+            file.close()
+            raise FileError(f"{printable(path)} is open for writing (or for SWMR) in this process: close it first")
+        stamp = stamp_of(file.id.get_vfd_handle())
+        key = *stamp[:2], driver
+        with phil:
+            is_shared = h5py.h5f.get_obj_count(file.id, h5py.h5f.OBJ_FILE) > 1
+            if not is_shared or _opened_stamps.get(key) == stamp:
+                _opened_stamps[key] = stamp
+                return file
+        file.close()
+    raise FileError(
+        f"{printable(path)}: was overwritten while data sets of an older version of it are open in this process, from "
+        "which HDF5 would return old values: close those (close() of the loader or data set), and open it again"
+    )
+
+
+def _open_unlocked(path: str | os.PathLike[str], options: dict[str, Any]) -> h5py.File:
+    """Open a file, without a lock if its file system has no locks. Changes of a file are noticed without them."""
+    try:
+        return h5py.File(path, "r", **options)
+    except OSError as error:
+        if not any(f"errno = {number}," in str(error) for number in NO_LOCKS):
+            raise
+    return h5py.File(path, "r", **{**options, "locking": False})
+
+
+class OpenFile:
+    """A base class of objects that keep a file open, and read from it in one thread at a time."""
+
+    def __init__(self, file: h5py.File) -> None:
+        self._file, self.lock = file, threading.Lock()
+
+    def close(self) -> None:
+        """Close the file, unless a thread is reading: it then closes the file by dropping the last reference to it."""
+        if self.lock.acquire(blocking=False):
+            try:
+                self._file.close()
+            finally:
+                self.lock.release()
+
+
+# the stamp with which each file that this process may have open was opened, by device, inode and driver
+_opened_stamps: dict[tuple[object, ...], tuple[int, ...]] = {}
+h5py.register_driver(OTHER_DRIVER, lambda access: access.set_fapl_log(os.devnull.encode(), 0, 0))
 
 
 _through_python: weakref.WeakSet[h5py.File] = weakref.WeakSet()  # files that HDF5 reads by calling Python

@@ -7,7 +7,6 @@ in the file are read with one call, directly to their positions in a shuffled wi
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,7 +18,7 @@ import numpy as np
 from h5chunk.errors import printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.chunk_table import NotDirect, check_bytes, list_chunks
-from h5chunk.store.hdf5.open import descriptor_of, same_file
+from h5chunk.store.hdf5.open import OpenFile, descriptor_of, same_file
 from h5chunk.store.hdf5.ranges import ReadTask, vector_tasks
 from h5chunk.store.hdf5.strings import find_in_heap
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
@@ -101,14 +100,15 @@ class CsrField(ByteReader):
         return sum(entries.bytes_read(firsts, counts) for entries in self._entries)
 
 
-class CsrHandle:
+class CsrHandle(OpenFile):
     """The open datasets of a matrix. Each has its own chunk cache."""
 
     def __init__(
         self, file: h5py.File, field: RaggedField, indptr: np.ndarray, cache: CacheSettings | None, sums: Sums
     ) -> None:
         self._step = field.step_items if isinstance(field, SeriesField) else 1
-        self._file, self._indptr, self.lock = file, indptr // self._step, threading.Lock()
+        super().__init__(file)
+        self._indptr = indptr // self._step
         self._gap = max(1, GAP_BYTES // max(1, field.entry_bytes))
         names = field.entry_datasets
         self._parts = [h5py.Dataset(open_dataset(file, field.path_of(name), cache)) for name in names]
@@ -178,11 +178,12 @@ class VlenBytes(ByteReader):
         return int((self.indptr[rows + 1] - self.indptr[rows]).sum()) * self._item_bytes
 
 
-class VlenHandle:
+class VlenHandle(OpenFile):
     """An open dataset of arrays of variable length."""
 
     def __init__(self, path: Path, file: h5py.File, field: VlenField) -> None:
-        self._file, self.id, self.lock = file, file[field.dataset].id, threading.Lock()
+        super().__init__(file)
+        self.id = file[field.dataset].id
         self._bytes = VlenBytes(path, file, field)
 
     def read(self, rows: np.ndarray, out: CsrBuffers) -> None:

@@ -7,7 +7,6 @@ their first bytes. The functions that decode images are passed in as a `FrameDec
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.format.header import Header
 from h5chunk.store.hdf5.chunk_table import NotDirect, is_vlen, list_chunks
 from h5chunk.store.hdf5.guard import MAX_RATIO, Guard
-from h5chunk.store.hdf5.open import descriptor_of, errors_as
+from h5chunk.store.hdf5.open import OpenFile, descriptor_of, errors_as
 from h5chunk.store.hdf5.ranges import ReadTask
 from h5chunk.store.hdf5.strings import POINTER, find_in_heap
 from h5chunk.store.read.checksums import Sums
@@ -205,11 +204,12 @@ def encoded_bytes(path: Path, file: h5py.File, field: EncodedField, sums: Sums) 
     return EncodedBytes(path, field, rows, np.full(field.grid.shape[0], field.stored.grid.sample_bytes))
 
 
-class EncodedHandle:
+class EncodedHandle(OpenFile):
     """An open dataset of images. Raises UnsupportedError if only HDF5 can read its rows."""
 
     def __init__(self, path: Path, file: h5py.File, field: EncodedField, sums: Sums) -> None:
-        self._file, self.id, self.lock = file, file[field.dataset].id, threading.Lock()
+        super().__init__(file)
+        self.id = file[field.dataset].id
         try:
             self._bytes = encoded_bytes(path, file, field, sums)
         except NotDirect as error:

@@ -133,7 +133,9 @@ class KeyedReader(H5Reader):
         self.check_unchanged()
 
     def close(self) -> None:
-        self._file = 0, None
+        (process, file), self._file = self._file, (0, None)
+        if process == os.getpid():
+            file.close()
 
     def check_metadata(self) -> None:
         self.check_unchanged()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -31,7 +30,7 @@ from h5chunk.store.format.header import Header, checksums_of, read_header
 from h5chunk.store.format.recommendation import Recommended, read_recommendation
 from h5chunk.store.hdf5.chunk_table import is_listed_wrongly, leaves_memory, list_chunks
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import descriptor_of, open_file, opened, translate_errors
+from h5chunk.store.hdf5.open import OpenFile, descriptor_of, open_file, opened, translate_errors
 from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
 from h5chunk.store.read.csr import CsrBuffers, CsrHandle, VlenHandle, cache_of, open_dataset
 from h5chunk.store.read.encoded import EncodedField, EncodedHandle, describe
@@ -325,7 +324,10 @@ class H5Reader:
 
     def close(self) -> None:
         """Close the file in this process. The next read opens it again."""
-        self._opened = None
+        opened, self._opened = self._opened, None
+        if opened is not None and opened[0] == os.getpid():
+            for handle in opened[1].values():
+                handle.close()  # tracebacks of errors may refer to it
 
     def __getstate__(self) -> dict[str, object]:
         return {
@@ -334,13 +336,13 @@ class H5Reader:
         }
 
 
-class _Handle:
+class _Handle(OpenFile):
     """An open dataset with a separate chunk cache."""
 
     def __init__(
         self, file: h5py.File, field: Field, cache: CacheSettings | None, band_samples: int, sums: Sums
     ) -> None:
-        self._file, self.lock = file, threading.Lock()  # the file stays open while this is referenced
+        super().__init__(file)
         self.id = open_dataset(file, field.dataset, cache)
         dataset = h5py.Dataset(self.id)
         self._checks: ChunkChecks | None = None

@@ -1,0 +1,151 @@
+"""Opening files: what is not HDF5, file systems without locks, and files that changed while they are open."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import io
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import h5chunk
+
+
+def save(path: Path, add: int, **options: Any) -> Path:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", data=(np.arange(400)[:, None] * 3 + np.arange(16) + add), **options)
+    return path
+
+
+def overwrite(path: Path, add: int, **options: Any) -> None:
+    new = save(path.with_name("new.h5"), add, **options).read_bytes()
+    with path.open("r+b") as file:  # with the same inode
+        file.write(new)
+        file.truncate(len(new))
+
+
+def values_of(path: Path, reader: str = "auto") -> np.ndarray:
+    with h5chunk.ChunkLoader(path, 64, shuffle=False, reader=reader) as loader:
+        return np.concatenate([np.asarray(batch[0]).copy() for batch in loader])
+
+
+STORAGES = [
+    ({"dtype": "i4", "chunks": (7, 16)}, "h5py"),
+    ({"dtype": ">i4", "chunks": (7, 16)}, "auto"),
+    ({"dtype": "i4", "chunks": (7, 16), "scaleoffset": 0}, "auto"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*read through h5py")
+@pytest.mark.parametrize(("options", "reader"), STORAGES)
+def test_old_and_new_values_are_not_mixed(tmp_path: Path, options: Any, reader: str) -> None:
+    path = save(tmp_path / "a.h5", 0, **options)
+    with h5chunk.ChunkLoader(path, 64, shuffle=False, reader=reader) as old:
+        next(iter(old))
+        overwrite(path, 100, **options)
+        assert (values_of(path, reader)[:, 0] == np.arange(400) * 3 + 100).all()
+        with h5chunk.ChunkLoader(path, 64, shuffle=False, reader=reader) as second:
+            next(iter(second))
+            overwrite(path, 1000, **options)
+            with pytest.raises(h5chunk.FileError, match="overwritten while data sets of an older version"):
+                values_of(path, reader)
+    assert (values_of(path, reader)[:, 0] == np.arange(400) * 3 + 1000).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*read through h5py")
+def test_a_file_that_h5py_has_open_is_read_as_it_is_now(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.h5", 0, dtype=">i4", chunks=(7, 16))
+    with h5py.File(path) as file:
+        assert file["images"][399, 0] == 1197
+        overwrite(path, 100, dtype=">i4", chunks=(7, 16))
+        assert (values_of(path)[:, 0] == np.arange(400) * 3 + 100).all()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_where_files_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    save(tmp_path / "a.h5", 0)
+    real = h5py.File
+
+    def file(*args: Any, locking: Any = None, **options: Any) -> Any:
+        if locking is not False:
+            raise OSError(f"Unable to synchronously open file (unable to lock file, errno = {number}, error message)")
+        return real(*args, locking=locking, **options)
+
+    monkeypatch.setattr("h5chunk.store.hdf5.open.h5py.File", file)
+    assert len(values_of(tmp_path / "a.h5")) == 400
+
+
+def _gzip(path: Path) -> None:
+    path.write_bytes(gzip.compress(b"\x89HDF\r\n\x1a\n" + bytes(100)))
+
+
+def _tar(path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        archive.addfile(tarfile.TarInfo("a.h5"), io.BytesIO())
+
+
+def _zip(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.h5", b"x" * 100)
+
+
+def _npz(path: Path) -> None:
+    with path.open("wb") as file:
+        np.savez(file, x=np.arange(3))
+
+
+LOOKALIKES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "LFS": (
+        lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n"),
+        "git lfs pull",
+    ),
+    "HTML": (lambda path: path.write_text("\n<!DOCTYPE html><html>404</html>"), "web page.*download it again"),
+    "XML": (lambda path: path.write_text('<?xml version="1.0"?><Error>'), "XML.*download it again"),
+    "gzip": (_gzip, "compressed with gzip: unpack it first"),
+    "zstd": (lambda path: path.write_bytes(b"\x28\xb5\x2f\xfd" + bytes(20)), "compressed with Zstandard: unpack"),
+    "zip": (_zip, "zip archive: unpack it"),
+    "npz": (_npz, r"\.npz archive: convert it"),
+    "tar": (_tar, "tar archive: unpack it"),
+    "MATLAB": (lambda path: path.write_bytes(b"MATLAB 5.0 MAT-file" + bytes(200)), r"MATLAB.*scipy\.io\.loadmat"),
+    "netCDF": (lambda path: path.write_bytes(b"CDF\x01" + bytes(200)), "netCDF-3.*nccopy -k nc4"),
+    "HDF4": (lambda path: path.write_bytes(b"\x0e\x03\x13\x01" + bytes(200)), "HDF4.*h4toh5"),
+    "npy": (lambda path: path.write_bytes(b"\x93NUMPY\x01\0" + bytes(200)), "NumPy array: convert it"),
+    "Parquet": (lambda path: path.write_bytes(b"PAR1" + bytes(200)), "Parquet table: convert it"),
+    "empty": (lambda path: path.write_bytes(b""), "it is empty"),
+    "zeros": (lambda path: path.write_bytes(bytes(5000)), "begins with zeros"),
+    "cut": (lambda path: path.write_bytes(save(path, 0).read_bytes()[:3000]), "cut short"),
+}
+TOOLS: dict[str, Callable[[Path], Any]] = {
+    "info": h5chunk.info,
+    "verify": h5chunk.verify,
+    "ChunkDataset": h5chunk.ChunkDataset,
+    "Keyed": lambda path: h5chunk.Keyed(path, "*/x"),
+    "Windows": lambda path: h5chunk.Windows(path, {"x": "*/x"}, 4),
+    "Patches": lambda path: h5chunk.Patches(path, {"x": "x"}, (4,)),
+    "repack": lambda path: h5chunk.repack(path, path.with_name("out.h5")),
+    "convert": lambda path: h5chunk.convert(path, path.with_name("out.h5")),
+}
+
+
+@pytest.mark.parametrize("name", LOOKALIKES)
+def test_a_file_that_is_not_hdf5_says_what_it_is(tmp_path: Path, name: str) -> None:
+    make, message = LOOKALIKES[name]
+    make(tmp_path / "a.h5")
+    for tool in TOOLS.values():
+        with pytest.raises(h5chunk.H5ChunkError, match=rf"a\.h5: .*{message}"):
+            tool(tmp_path / "a.h5")
+
+
+def test_a_zarr_folder_says_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.zarr").mkdir()
+    (tmp_path / "a.zarr" / ".zgroup").write_text("{}")
+    for tool in TOOLS.values():
+        with pytest.raises(h5chunk.H5ChunkError, match=r"Zarr folder.*zarr\.open"):
+            tool(tmp_path / "a.zarr")
