@@ -27,7 +27,7 @@ from h5chunk.sources.samples import Samples, field_dtype, largest_first
 from h5chunk.stamp import source_stamp
 from h5chunk.store.hdf5.keyed_index import CONTIGUOUS, KeyedIndex, parse_patterns
 from h5chunk.store.hdf5.keyed_list import list_samples
-from h5chunk.store.hdf5.open import opened
+from h5chunk.store.hdf5.open import open_file, opened
 
 SUFFIXES = (".h5", ".hdf5", ".hdf")
 
@@ -60,6 +60,10 @@ class KeyedSource(Samples):
     def open(cls, source: Any, options: KeyedOptions, context: OpenContext) -> KeyedSource:
         path = os.fspath(source)
         if options.samples is None:
+            try:
+                open_file(path).close()
+            except FileError as error:
+                raise SourceError(str(error)) from None
             raise SourceError(
                 f"{printable(path)}: is an HDF5 file, but neither .h5ad nor 10x .h5: if the rows of its datasets are "
                 "samples, use h5chunk repack; if each sample is a dataset, pass their paths as a pattern, such as "

@@ -16,6 +16,7 @@ from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.sources.matrix.joined import SeveralFiles, list_paths
 from h5chunk.sources.options import Options, flag_of, one_of
 from h5chunk.sources.recognise import is_path, read_head
+from h5chunk.store.hdf5.lookalike import describe_lookalike
 
 PACKAGES = {"pyarrow": "tables"}  # optional packages, and the extras that install them
 
@@ -37,6 +38,8 @@ def find_kind(source: Any, kind: str | None = None) -> Any:
             raise OptionError(f"format is {kind!r}: pass {one_of(names)}")
         return _named_kind(source, kinds[names.index(kind)])
     head = read_head(source)
+    if is_path(source) and os.path.isdir(source) and (what := describe_lookalike(source)):
+        raise SourceError(f"{describe(source)}: {what}")
     for candidate in kinds:
         if candidate.recognises(source, head):
             return candidate
@@ -45,6 +48,8 @@ def find_kind(source: Any, kind: str | None = None) -> Any:
         raise SourceError(
             f"an object of type {type(source).__name__} cannot be converted: pass a path, arrays or a data set{listed}"
         )
+    if what := describe_lookalike(source):
+        raise SourceError(f"{describe(source)}: {what}")
     raise SourceError(message=f"{describe(source)}: {_unrecognised()}")
 
 

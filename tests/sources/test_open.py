@@ -52,7 +52,7 @@ def test_folders_and_missing_paths_would_have_to_be_images(tmp_path):
         assert find_kind(path).kind == "images"
 
 
-@pytest.mark.parametrize("data", [b"some words, and more\n", b"1. read this\n", b"1\n2\n", bytes(99), b"", PNG])
+@pytest.mark.parametrize("data", [b"some words, and more\n", b"1. read this\n", b"1\n2\n", b"\1\2\0"])
 def test_what_is_not_recognised_is_told_the_formats(tmp_path, data):
     (tmp_path / "notes.txt").write_bytes(data)
     with pytest.raises(SourceError, match=r"notes.txt: not recognised.*--format csv:(.*\n)+  ratings +ratings.parquet"):

@@ -103,7 +103,7 @@ def _npz(path: Path) -> None:
 
 LOOKALIKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "LFS": (
-        lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n"),
+        lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid"),
         "git lfs pull",
     ),
     "HTML": (lambda path: path.write_text("\n<!DOCTYPE html><html>404</html>"), "web page.*download it again"),
@@ -122,6 +122,7 @@ LOOKALIKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "zeros": (lambda path: path.write_bytes(bytes(5000)), "begins with zeros"),
     "cut": (lambda path: path.write_bytes(save(path, 0).read_bytes()[:3000]), "cut short"),
 }
+CONVERTED = ("npz", "zip", "tar", "npy", "Parquet")  # by their content, whatever their name is
 TOOLS: dict[str, Callable[[Path], Any]] = {
     "info": h5chunk.info,
     "verify": h5chunk.verify,
@@ -138,9 +139,10 @@ TOOLS: dict[str, Callable[[Path], Any]] = {
 def test_a_file_that_is_not_hdf5_says_what_it_is(tmp_path: Path, name: str) -> None:
     make, message = LOOKALIKES[name]
     make(tmp_path / "a.h5")
-    for tool in TOOLS.values():
-        with pytest.raises(h5chunk.H5ChunkError, match=rf"a\.h5: .*{message}"):
-            tool(tmp_path / "a.h5")
+    for tool in TOOLS:
+        if tool != "convert" or name not in CONVERTED:
+            with pytest.raises(h5chunk.H5ChunkError, match=rf"a\.h5: .*{message}"):
+                TOOLS[tool](tmp_path / "a.h5")
 
 
 def test_a_zarr_folder_says_what_it_is(tmp_path: Path) -> None:

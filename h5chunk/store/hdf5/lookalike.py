@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import zipfile
 from pathlib import Path
+
+from h5chunk.errors import printable
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 HEAD_BYTES = 1 << 10
@@ -60,6 +63,8 @@ def describe_lookalike(path: str | os.PathLike[str]) -> str:
     try:
         if path.is_dir():
             return _of_folder(path)
+        if not path.is_file():
+            return ""
         with path.open("rb") as file:
             head, size = file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size
             is_zip = head.startswith(b"PK\x03\x04") and zipfile.is_zipfile(file)
@@ -70,17 +75,18 @@ def describe_lookalike(path: str | os.PathLike[str]) -> str:
         return "it is empty: copy or download it again"
     if not head.strip(b"\0"):
         return "it begins with zeros, so it was not written completely: copy, download or convert it again"
+    name = printable(shlex.quote(os.fspath(path)))
     for magic, what, remedy in KINDS:
         if head.startswith(magic):
-            return f"{what}: {remedy}"
+            return f"{what}: {remedy.replace('NAME', name)}"
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     for start, what in TEXTS:
         if text.startswith(start):
             return f"{what}: {AGAIN}"
     if head[257:262] == b"ustar":
-        return "it is a tar archive: unpack it first (tar -xf NAME)"
+        return f"it is a tar archive: unpack it first (tar -xf {name})"
     if head.startswith(b"PK\x03\x04"):
-        return _of_zip(names)
+        return _of_zip(names).replace("NAME", name)
     return ""
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from h5chunk.errors import FileError, OptionError, printable, shown
 from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions, list_url, open_urls, urls_of
 from h5chunk.store.hdf5.child import try_files
+from h5chunk.store.hdf5.lookalike import describe_lookalike
 from h5chunk.store.read.checksums import FIRST, OFF
 from h5chunk.store.read.fields import Stored
 from h5chunk.store.read.fileset import FileSet
@@ -137,6 +138,8 @@ def _list_files(path: Path) -> list[Path]:
     if path.is_dir():
         found = [file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
         if not found:
+            if what := describe_lookalike(path):
+                raise FileError(f"{printable(path)}: {what}")
             raise FileError(
                 f"{printable(path)}: no file in this folder ends in {', '.join(SUFFIXES)}: name a file or a pattern, "
                 "or run h5chunk convert if these are images"
