@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import multiprocessing
 import os
 import resource
@@ -37,14 +38,15 @@ Say = Callable[[Any], None]
 
 LOOP_S = 60.0  # CPU time of a thread without a read, write or message, after which a child counts as looping
 IDLE_S = 120.0  # time during which all threads sleep, after which a child counts as stuck
-LOOK_S = 1.0  # time between checks of a child
+LOOK_S, MEMORY_LOOK_S = 1.0, 0.05  # time between checks of a child, and of its memory
 METADATA_BYTES = 256 << 20  # limit on the memory that a child may use for metadata
 METADATA_RATIO = 128  # additional bytes of memory per byte of the file: HDF5 needs 20 KB for a small open object
-MARGIN_BYTES = 16 << 20  # the limit was reached if at most this much of it was never used
 PR_SET_PDEATHSIG = 1  # option of prctl
 SAID, DONE, FAILED = "said", "done", "failed"  # kinds of messages from the child; every message also has a value
 
 _is_child = False  # whether this process is a child that `in_child` started
+# in a child: the limit on its data in bytes or 0, the part of it that a file may use, and whether ``trusted`` lifts it
+_limits = memoryview(bytearray(3 * 8)).cast("q")
 _tried: set[Hashable] = set()  # versions of files that a child has opened without a crash
 
 
@@ -99,17 +101,18 @@ def in_child(work: Callable[[Say], T], file_name: Callable[[], str], on_message:
     parent = os.getpid()
     try:
         receiver, sender = multiprocessing.Pipe(duplex=False)
+        limits = memoryview(mmap.mmap(-1, 3 * 8)).cast("q")  # shared with the child
         with warnings_filtered("ignore"), phil:  # warnings about forks with threads; phil: no thread is inside HDF5
             child = _fork()
     except OSError:
         return work(on_message)
     if not child:
-        _run(work, sender, parent)
+        _run(work, sender, parent, limits)
     sender.close()
     over = False
     try:
         with receiver:
-            result = _listen(receiver, child, on_message, file_name)
+            result = _listen(receiver, child, on_message, file_name, limits)
         over = True
     finally:
         if not over:
@@ -142,47 +145,52 @@ def _fork() -> int:
 def limited_memory(path: Path, trusted: bool | None = None) -> Iterator[None]:
     """Limit the memory of a child process in a context, because damaged metadata may make HDF5 use all memory.
 
-    There is no limit for ``trusted`` files; None means that the caller has no such option. Raises FileError if memory
-    was used up to the limit, whatever errors HDF5 and others made of that.
+    There is no limit for ``trusted`` files; None means that the caller has no such option. The parent process raises
+    FileError if the child exceeds the limit. Memory that is requested faster than the parent looks is limited to twice
+    as much by the system; HDF5 may crash at that limit, but not at the first.
     """
     if sys.platform != "linux" or not _is_child or trusted:
         yield
         return
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    taken, size = _memory_of_process("VmData"), _memory_of_process("VmSize")
-    limit = taken + METADATA_BYTES + METADATA_RATIO * sum(stamp_of(path)[2:3])
-    soft = min(limit_bytes for limit_bytes in (limit, *before) if limit_bytes != resource.RLIM_INFINITY)
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, before[1]))
-    error: BaseException | None = None
+    taken = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    before, taken_bytes = resource.getrlimit(resource.RLIMIT_DATA), int(taken.split()[1]) << 10
+    allowed = METADATA_BYTES + METADATA_RATIO * sum(stamp_of(path)[2:3])
+    hard = min(value for value in (taken_bytes + 2 * allowed, *before) if value != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, before[1]))
+    _limits[1], _limits[2], _limits[0] = allowed, trusted is not None, taken_bytes + allowed
     try:
         yield
-    except (H5ChunkError, *DAMAGES) as raised:
-        error = raised
+    except (H5ChunkError, *DAMAGES) as error:
+        if isinstance(error, MemoryError) or "alloc" in str(error):
+            raise _too_much_memory(printable(path), _limits) from error
         raise
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
-        allowed = soft - taken
-        is_reached = allowed - (_memory_of_process("VmPeak") - size) < MARGIN_BYTES
-        if is_reached or isinstance(error, MemoryError) or "alloc" in str(error):
-            remedy = "" if trusted is None else ". If you trust it, trusted=True (--trusted) removes this limit"
-            raise FileError(
-                f"{printable(path)}: its metadata needs more memory than the {human_bytes(allowed)} that h5chunk "
-                f"allows for a file of its size, because it has very many objects or is damaged{remedy}"
-            ) from error
+        _limits[0] = 0
 
 
-def _memory_of_process(name: str) -> int:
-    """Return an entry of /proc/self/status in bytes."""
-    entry = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(entry.split()[1]) << 10
+def _too_much_memory(name: str, limits: memoryview) -> FileError:
+    _, allowed, has_option = limits
+    remedy = ". If you trust it, trusted=True (--trusted) removes this limit" if has_option else ""
+    return FileError(
+        f"{name}: its metadata needs more memory than the {human_bytes(allowed)} that h5chunk allows for a file of its "
+        f"size, because it has very many objects or is damaged{remedy}"
+    )
 
 
-def _listen(pipe: Connection, child: int, on_message: Say, file_name: Callable[[], str]) -> list[Any]:
+def _listen(
+    pipe: Connection, child: int, on_message: Say, file_name: Callable[[], str], limits: memoryview
+) -> list[Any]:
     """Receive the messages of a child. Returns a list with its result, or an empty list if it dies without one."""
-    watch = _Watch(child)
+    watch, looked = _Watch(child), time.monotonic()
     while True:
         try:
-            if not pipe.poll(LOOK_S):
+            if not pipe.poll(MEMORY_LOOK_S):
+                if 0 < limits[0] < watch.data_bytes():
+                    raise _too_much_memory(file_name(), limits)
+                if time.monotonic() - looked < LOOK_S:
+                    continue
+                looked = time.monotonic()
                 if watch.is_dead() and not pipe.poll():  # no EOFError if another process inherited the child's sender
                     return []
                 watch.check(file_name)
@@ -227,6 +235,12 @@ class _Watch:
         elif time.monotonic() - self._since > IDLE_S:
             raise Stuck(f"{file_name()}: a process that was started to read it made no progress for {IDLE_S:.0f} s")
 
+    def data_bytes(self) -> int:
+        """Return the memory of the child, in bytes, that a limit on its data applies to."""
+        with contextlib.suppress(OSError, IndexError):
+            return int((self._folder / "statm").read_text().split()[5]) * resource.getpagesize()
+        return 0
+
     def is_dead(self) -> bool:
         return {state for state, _ in self._threads().values()} <= {"Z", "X"}
 
@@ -241,10 +255,10 @@ class _Watch:
         return states
 
 
-def _run(work: Callable[[Say], Any], pipe: Connection, parent: int) -> NoReturn:
+def _run(work: Callable[[Say], Any], pipe: Connection, parent: int, limits: memoryview) -> NoReturn:
     """Run the work in the child process, send its result, and exit."""
-    global _is_child
-    _is_child = True
+    global _is_child, _limits
+    _is_child, _limits = True, limits
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the main process, which ends this one
