@@ -114,9 +114,18 @@ class AnyImage(NamedTuple):
 class SampleReader(Protocol):
     """Interface for reading samples by index; worker processes receive the reader by fork or pickle."""
 
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether reading runs code of the user, which must not run in a fork of a process with threads."""
+        return False
+
     def session(self) -> AbstractContextManager[None]:
         """Return the context that must be active while samples are read."""
         return nullcontext()
+
+    def name(self, index: int) -> str:
+        """Return the name of sample ``index``, such as its path, for messages."""
+        return f"sample {index}"
 
     def stamp(self, index: int) -> tuple[int, ...]:
         """Return integers that change when sample ``index`` changes; () if `SampleSource.identity` changes then."""
@@ -155,10 +164,6 @@ class SampleSource(SampleReader):
 
     def __len__(self) -> int:
         raise NotImplementedError
-
-    def name(self, index: int) -> str:
-        """Return the name of sample ``index``, such as its path, for messages."""
-        return f"sample {index}"
 
     def identity(self) -> tuple[dict[str, Any], tuple[bytes, ...]] | None:
         """Return all facts, except the stamps, that determine the samples' values: a JSON object and byte strings.

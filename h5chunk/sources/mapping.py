@@ -12,7 +12,8 @@ tensors are stored unchanged; strings and other bytes become fixed-length bytes,
 must have the same fields. Class names are read from the attribute ``classes`` or ``class_to_idx`` of the data set, or
 from Hugging Face's ``features``.
 
-Samples are read in forked worker processes, if the system supports fork, because many data sets cannot be pickled.
+Worker processes receive the data set by pickle, and never by a fork: see `h5chunk.store.write.workers`. A data set that
+cannot be pickled, such as one that holds an open file, is read in the calling process.
 """
 
 from __future__ import annotations
@@ -102,6 +103,10 @@ class MappingSource(Samples):
         if not len(source):
             raise SourceError(f"the {type(source).__name__} is empty: pass at least one sample")
         return cls(source, options, context)
+
+    @property
+    def runs_user_code(self) -> bool:
+        return True
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -24,7 +24,7 @@ COUNT = 30
 
 
 class Dataset:
-    """A map-style data set that cannot be pickled."""
+    """A map-style data set of any function."""
 
     def __init__(self, get: Callable[[int], Any], **attributes: Any) -> None:
         self._get = get

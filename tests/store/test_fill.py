@@ -18,6 +18,7 @@ import pytest
 from support.faults import small
 
 from h5chunk.errors import OutputError, SampleError, WorkerError
+from h5chunk.source import SampleReader
 from h5chunk.store.write.fill import Failure, Filled, FillField, FillJob, TaskResult, fill, parse_record
 
 SHAPE = (2, 3)
@@ -35,7 +36,7 @@ def values(index: int | np.ndarray) -> dict[str, np.ndarray]:
     return {"pixels": number, "weight": number * 1.25, "when": number.astype("<M8[s]")}
 
 
-class Numbers:
+class Numbers(SampleReader):
     """Sample i holds ``value(i)``; some fail, some do worse."""
 
     def __init__(self, bad: Sequence[int] = (), **accidents: int) -> None:
@@ -204,7 +205,7 @@ def test_full_disk_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_workers_can_be_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on systems where fork is not safe: everything that workers need can be pickled."""
-    small(monkeypatch, start_method="spawn")
+    small(monkeypatch, can_fork=False)
     each = job(tmp_path)
     check_written(each, run(each, 1)[0])
 

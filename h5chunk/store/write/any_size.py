@@ -24,11 +24,11 @@ from h5chunk.store.write.fill import (
     Task,
     TaskResult,
     TaskRunner,
-    run_tasks,
     stamp_of_samples,
 )
 from h5chunk.store.write.new_file import NewFile, checksum_specs
 from h5chunk.store.write.old_file import OldImages
+from h5chunk.store.write.workers import run_tasks
 
 CHUNK_BYTES = 8 << 20
 TASK_BYTES = 4 << 20  # average total size of the images in a task
@@ -69,7 +69,7 @@ class _ImageReader(TaskRunner):
     sample. The number of bytes of an unreadable sample is -1.
     """
 
-    def run(self, chunks: range, claim: TaskResult | None = None) -> TaskResult:
+    def _run(self, chunks: range, claim: TaskResult | None) -> TaskResult:
         if claim is not None and self.is_unchanged(chunks, claim):
             return claim  # the main process verifies the bytes
         done, parts, values = TaskResult(chunks, [], Counter(), [], 0), list[bytes](), []
@@ -80,6 +80,7 @@ class _ImageReader(TaskRunner):
             for row, index in zip(rows, indices.tolist(), strict=True):
                 if self._stopped():
                     return done
+                self._begin(index)
                 try:
                     image = self._job.source.read_any(index)
                 except SampleError as error:
@@ -96,6 +97,7 @@ class _ImageReader(TaskRunner):
         return done._replace(data=b"".join(parts), values=tuple(values))
 
     def _read_sample(self, index: int, position: int, notes: Counter[str]) -> SampleError | None:
+        self._begin(index)
         try:
             self._job.source.read_any(index)
         except SampleError as error:

@@ -4,45 +4,30 @@ A task is a range of chunks. A worker reads their samples and writes each chunk 
 are sent between processes. The result of a task has the checksums of the chunks. A claim is the result of a task of an
 earlier run, from a journal. A worker verifies the claim, and writes the chunks again if the verification fails.
 
-On Linux workers are forked, which is fast and needs no ``__main__`` guard in the caller's script. This is safe because
-workers run Pillow, NumPy and zlib in one thread, and acquire no lock that a thread of the parent may hold. Elsewhere
-fork is not safe, and the script needs the same ``__main__`` guard as for torch's DataLoader.
+`h5chunk.store.write.workers` starts the processes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import multiprocessing.connection
 import os
-import signal
 import struct
-import sys
-import tempfile
-import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from h5chunk.errors import SampleError, WorkerError
-from h5chunk.machine import warnings_filtered
+from h5chunk.errors import SampleError
 from h5chunk.source import SampleReader
 from h5chunk.store.hdf5.codecs import crc32
 from h5chunk.store.write.part_file import write_at, writing
+from h5chunk.store.write.workers import run_tasks
 
-START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 TASK_SAMPLES = 64  # samples per task; the main process needs about 0.3 ms for a task
-TASKS_AHEAD = 3  # tasks that are submitted per worker
-GO_ON, STOP, EXIT = 0, 1, 2  # commands to workers: continue, stop reading samples, exit immediately
-EXIT_S = 1.0  # seconds in which workers can stop before they must exit immediately
-POLL_S = 0.5  # seconds between a worker's checks of the command
 
 
 class FillField(NamedTuple):
@@ -184,80 +169,6 @@ def fill(
 Task = tuple[range, "TaskResult | None"]
 
 
-def run_tasks(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[TaskResult]:
-    """Run tasks, which may have claims, in ``num_workers`` processes, or in this process if the number is 0."""
-    if num_workers:
-        yield from _in_workers(job, tasks, num_workers)
-        return
-    with job.runner() as runner:
-        for task in tasks:
-            yield runner.run(*task)
-
-
-def _in_workers(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[TaskResult]:
-    context = multiprocessing.get_context(START_METHOD)
-    try:
-        command = context.RawValue("b", GO_ON)  # without a lock, which a killed worker could hold
-        pool = ProcessPoolExecutor(
-            min(num_workers, len(tasks)), mp_context=context, initializer=_start_worker, initargs=(job, command)
-        )
-    except OSError as error:
-        raise WorkerError(
-            f"no worker process can be started ({error.strerror}): free space in /dev/shm and "
-            f"{tempfile.gettempdir()}, or use --workers 0"
-        ) from None
-    waiting: list[Future[TaskResult]] = []
-    left = iter(tasks)
-    try:
-        while True:
-            with warnings_filtered("ignore", category=DeprecationWarning):  # forks of processes with threads
-                for task in left:
-                    waiting.append(pool.submit(_run_task, *task))
-                    if len(waiting) >= TASKS_AHEAD * num_workers:
-                        break
-            if not waiting:
-                return
-            done = waiting[:1] if job.in_order else wait(waiting, return_when=FIRST_COMPLETED).done
-            waiting = [future for future in waiting if future not in done]
-            for future in done:
-                yield future.result()
-    except BrokenProcessPool:
-        raise WorkerError(
-            "a worker process died, perhaps because it was killed for lack of memory, and the output is unchanged: run "
-            "the command again, with fewer workers if memory is short"
-        ) from None
-    finally:
-        command.value = STOP  # after an error or Ctrl-C, do not finish tasks that have started
-        timer = threading.Timer(EXIT_S, lambda: setattr(command, "value", EXIT))
-        timer.start()
-        pool.shutdown(wait=True, cancel_futures=True)
-        timer.cancel()
-
-
-_runner: TaskRunner
-
-
-def _start_worker(job: FillJob, command: Any) -> None:
-    global _runner
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the main process, which stops this one
-    threading.Thread(target=_exit_on_command, args=(command,), daemon=True).start()
-    _runner = job.runner(lambda: command.value != GO_ON)
-    _runner.__enter__()  # until this process exits
-
-
-def _exit_on_command(command: Any) -> None:
-    """Exit when the parent exits, or on command. The parent does not kill workers, because they may hold a lock."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        while command.value != EXIT and not multiprocessing.connection.wait([parent.sentinel], POLL_S):
-            pass
-        os._exit(1)
-
-
-def _run_task(chunks: range, claim: TaskResult | None) -> TaskResult:
-    return _runner.run(chunks, claim)
-
-
 class TaskRunner:
     """A context manager that runs tasks one after another.
 
@@ -270,6 +181,7 @@ class TaskRunner:
         self._samples = {field.name: np.zeros((size, *field.shape), field.dtype) for field in job.fields}
         self._bytes = [samples.reshape(-1).view(np.uint8).reshape(size, -1) for samples in self._samples.values()]
         self._session = job.source.session()
+        self.position = (0, -1)  # how many samples were begun, and the sample that is being read, or -1
 
     def __enter__(self) -> TaskRunner:
         self._descriptor = os.open(self._job.part, os.O_RDWR | os.O_CLOEXEC)
@@ -282,6 +194,16 @@ class TaskRunner:
 
     def run(self, chunks: range, claim: TaskResult | None = None) -> TaskResult:
         """Write these chunks of all fields. If the chunks match a claim, return the claim instead."""
+        try:
+            return self._run(chunks, claim)
+        finally:
+            self._begin(-1)
+
+    def _begin(self, index: int) -> None:
+        """Note that a sample is read from now on, or none."""
+        self.position = (self.position[0] + 1, index)
+
+    def _run(self, chunks: range, claim: TaskResult | None) -> TaskResult:
         if claim is not None and self.is_unchanged(chunks, claim) and self._are_written(claim):
             return claim
         done = TaskResult(chunks, [], Counter(), [], 0)
@@ -318,6 +240,7 @@ class TaskRunner:
 
     def _read_sample(self, index: int, position: int, notes: Counter[str]) -> SampleError | None:
         """Read a sample into row ``position`` of the buffers. If that fails, write zeros and return the error."""
+        self._begin(index)
         out = {name: samples[position, ...] for name, samples in self._samples.items()}
         try:
             notes.update(self._job.source.read_into(index, out))

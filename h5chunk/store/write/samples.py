@@ -283,6 +283,13 @@ class _TailedReader:
     def session(self) -> AbstractContextManager[None]:
         return self.source.session()
 
+    @property
+    def runs_user_code(self) -> bool:
+        return self.source.runs_user_code
+
+    def name(self, index: int) -> str:
+        return "an old sample" if index < 0 else self.source.name(index)
+
     def stamp(self, index: int) -> tuple[int, ...]:
         return () if index < 0 else self.source.stamp(index)
 
