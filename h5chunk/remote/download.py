@@ -6,6 +6,7 @@ file of another version is never mistaken for it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -206,7 +207,8 @@ class Download:
             def write(start: int) -> None:
                 data = self._piece(each, start)
                 write_at(descriptor, data, start)
-                log.write(RECORD.pack(start, zlib.crc32(data)))
+                if log.write(RECORD.pack(start, zlib.crc32(data))) != RECORD.size:  # records after it would be misread
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
             run_all(self._store.pool, self._unless_failed(write), [start for start in starts if start not in written])
         os.fsync(descriptor)

@@ -98,8 +98,12 @@ class MatrixJob:
 def new_file(folder: SharedFolder, name: str) -> Iterator[tuple[IO[bytes], str]]:
     """Create a file with a unique name, and yield it and its name. All tasks see it after the context ends."""
     name = f"{name}-{uuid.uuid4().hex[:8]}"
-    with writing(folder.path / name), (folder.path / name).open("xb", buffering=0) as file:
+    with (
+        writing(folder.path / name),
+        (folder.path / name).open("xb") as file,
+    ):  # buffered: all is written, or an error raised
         yield file, name
+        file.flush()
         os.fsync(file.fileno())
     folder.share(name)
 
