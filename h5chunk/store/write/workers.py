@@ -38,6 +38,7 @@ import cloudpickle
 import numpy as np
 
 from h5chunk.errors import WorkerError, human_bytes, printable
+from h5chunk.machine import warnings_filtered
 
 if TYPE_CHECKING:
     from h5chunk.store.write.fill import FillJob, Task, TaskResult, TaskRunner
@@ -100,8 +101,7 @@ def _in_workers(
     left = iter(tasks)
     try:
         while not stopped():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # warnings about forks of processes with threads
+            with warnings_filtered("ignore", category=DeprecationWarning):  # forks of processes with threads
                 while len(waiting) < TASKS_AHEAD * num_workers and (task := next(left, None)) is not None:
                     waiting.append(pool.submit(_run_task, *task))
             if not waiting:
