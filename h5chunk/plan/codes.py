@@ -266,7 +266,8 @@ class FloatCoding:
             return NOT_FINITE
         if self.dtype_name is None and abs(value) <= MAX_FLOAT32:
             rounded = float(np.float32(value))
-            return "is not exact in float32", f"use --values float32 to round values (this one to {rounded:.10g})"
+            remedy = f"use --values float32 to round the values of this sparse matrix (this one to {rounded:.10g})"
+            return "is not exact in float32", remedy
         wider = "--values float32, or " if self.dtype_name == "float16" and abs(value) <= MAX_FLOAT32 else ""
         return f"is beyond the range of {self.dtype_name or 'float32'}", f"use {wider}--binarize MIN"
 

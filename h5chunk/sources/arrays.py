@@ -18,6 +18,7 @@ import math
 import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from h5chunk.errors import OptionError, SourceError, human_bytes, names_text, pr
 from h5chunk.source import OpenContext, SampleField
 from h5chunk.sources.container import ZIP_LOCAL_HEADER, StoredFile
 from h5chunk.sources.kinds import ColumnOptions
+from h5chunk.sources.listing import check_source
 from h5chunk.sources.numpy_files import open_npz, read_header
 from h5chunk.sources.recognise import NPY_MAGIC, is_path, refuse_names, zip_members
 from h5chunk.sources.samples import DATA, Samples, field_dtype, largest_first
@@ -107,6 +109,7 @@ class ArraySource(Samples):
         if not is_path(source):
             return cls({DATA: np.asarray(source)})
         path = os.fspath(source)
+        check_source(Path(path))
         try:
             with open(path, "rb") as file:  # noqa: PTH123
                 is_npy = file.read(len(NPY_MAGIC)) == NPY_MAGIC
@@ -163,6 +166,11 @@ def _common_length(arrays: Mapping[str, Any], label: str) -> int:
 
 def _remedy(arrays: Mapping[str, Any]) -> str:
     """Return the remedy for an error message: select the arrays that are as long as the largest array."""
+    if any(name.endswith("indptr") for name in arrays):
+        return (
+            "they look like the parts of a sparse matrix: save it with scipy.sparse.save_npz, and convert that .npz; "
+            "or select arrays of samples (--columns)"
+        )
     largest = max(arrays.values(), key=lambda array: (len(array.shape) > 0, array.nbytes))
     if not largest.shape:
         return "pass arrays whose first axis is the sample axis"

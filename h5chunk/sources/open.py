@@ -55,14 +55,12 @@ def find_kind(source: Any, kind: str | None = None) -> Any:
 
 def _named_kind(source: Any, kind: Any) -> Any:
     """Return the class that opens a source if the user named ``kind``: the kind of each file, if there are several."""
-    if issubclass(kind, SparseSource) and not is_path(source):
-        return SeveralFiles
     if issubclass(kind, SparseSource) and list_paths(source, any_folder=not kind.reads_folders):
         return SeveralFiles
-    if not is_path(source) and kind.kind not in ("arrays", "mapping"):
+    if not is_path(source) and not kind.recognises(source, b""):
         raise SourceError(
-            f"{describe(source)}: cannot be read as {kind.kind}, which needs one path: pass a file, or the folder that "
-            "contains the files"
+            f"{describe(source)}: cannot be read as {kind.kind}: pass the path of a file or folder; several files of "
+            "one sparse matrix may be a list of paths"
         )
     return kind
 

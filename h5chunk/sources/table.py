@@ -130,7 +130,12 @@ class TableSource(Samples):
     @classmethod
     def open(cls, source: Any, options: TableOptions, context: OpenContext) -> TableSource:
         folder, paths = Path(os.fsdecode(source)), tables_in(source) or [Path(source)]
-        splits = splits_of(folder, paths) if folder.is_dir() else []
+        if folder in paths and os.path.isdir(folder):
+            raise SourceError(
+                f"{printable(source)}: is no folder of tables: it must contain only .parquet files, or only text "
+                f"tables ({', '.join(SUFFIXES)})"
+            )
+        splits = splits_of(folder, paths) if os.path.isdir(folder) else []
         is_text = not is_parquet(paths[0])
         if is_text and context.is_guessed and may_be_entries(paths[0], options):
             raise OptionError(
@@ -375,7 +380,7 @@ def tables_in(source: Any) -> list[Path]:
     folder = Path(os.fsdecode(source))
     files: list[Path] = []
     suffixes: tuple[str, ...] = ()
-    for path in _visible_files(folder) if folder.is_dir() else ():
+    for path in _visible_files(folder) if os.path.isdir(folder) else ():
         if path.name.lower().startswith(DOCUMENTS) or path.suffix == ".md":
             continue
         suffixes = suffixes or ((SUFFIX,) if path.suffix == SUFFIX else SUFFIXES)
@@ -400,7 +405,7 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 
 def is_parquet(path: Path) -> bool:
     """Return whether a path is a folder or a .parquet file, by its suffix or first bytes."""
-    return path.is_dir() or path.suffix == SUFFIX or read_head(path).startswith(MAGIC)
+    return os.path.isdir(path) or path.suffix == SUFFIX or read_head(path).startswith(MAGIC)
 
 
 def _holds(dtype: np.dtype, values: np.ndarray) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
@@ -10,7 +11,9 @@ import pytest
 import scipy.sparse
 from support.open_source import open_source
 
-from h5chunk.errors import OptionError, SourceError
+import h5chunk
+from h5chunk.errors import H5ChunkError, OptionError, SourceError
+from h5chunk.sources.kinds import KIND_OPTIONS
 from h5chunk.sources.open import find_kind
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(9)
@@ -50,6 +53,33 @@ def test_looks(tmp_path, name, data, kind, packed):
 def test_folders_and_missing_paths_would_have_to_be_images(tmp_path):
     for path in (tmp_path, tmp_path / "missing.csv"):
         assert find_kind(path).kind == "images"
+
+
+@pytest.mark.parametrize("kind", [None, *KIND_OPTIONS])
+def test_sources_that_cannot_be_read_are_errors_of_h5chunk(tmp_path, kind):
+    """Missing and empty files and folders, folders with a suffix, noise, text, other HDF5 files, and other objects."""
+    (tmp_path / "folder").mkdir()
+    sources = [
+        tmp_path / "missing",
+        f"{tmp_path}/a\0b",
+        "x" * 5000,
+        tmp_path / "folder",
+        3,
+        None,
+        [],
+        {},
+        b"x",
+        object(),
+    ]
+    for suffix in ("parquet", "h5ad", "h5", "npz", "npy", "mtx", "svm", "csv", "csv.gz", "zip"):
+        for name, data in (("empty", b""), ("noise", bytes(range(256)) * 9), ("text", b"hello world\n" * 9)):
+            sources.append(tmp_path / f"{name}.{suffix}")
+            sources[-1].write_bytes(data)
+        sources += [tmp_path / f"missing.{suffix}", tmp_path / f"folder.{suffix}"]
+        (sources[-1]).mkdir()
+    for source in sources:
+        with contextlib.suppress(H5ChunkError):
+            h5chunk.convert(source, tmp_path / "x.h5", format=kind, dry_run=True)
 
 
 @pytest.mark.parametrize("data", [b"some words, and more\n", b"1. read this\n", b"1\n2\n", b"\1\2\0"])

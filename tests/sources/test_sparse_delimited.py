@@ -406,3 +406,19 @@ def test_a_table_of_many_columns_is_no_list_of_entries(tmp_path):
         with pytest.raises((SourceError, OptionError), match=r"GENE.* and 19[0-9] more") as caught:
             h5chunk.convert(tmp_path / "c.csv", tmp_path / "y.h5", **options)
         assert len(str(caught.value)) < 800
+
+
+def test_zeros_of_ratings_are_noted_with_a_way_to_keep_them(tmp_path):
+    (tmp_path / "b.csv").write_text('User-ID;ISBN;"Book Rating"\n1;X1;0\n1;X2;5\n2;X3;0\n3;X1;0\n')
+    report = h5chunk.convert(tmp_path / "b.csv", tmp_path / "b.h5")
+    assert "3 entries had the value 0, and zeros are not stored" in str(report)
+    assert "read all entries as ones (--columns User-ID,ISBN)" in str(report)
+    report = h5chunk.convert(tmp_path / "b.csv", tmp_path / "c.h5", columns=("User-ID", "ISBN"))
+    assert (report.num_rows, report.num_columns, report.num_entries) == (3, 3, 4) and "value 0" not in str(report)
+
+
+def test_atomic_files_of_recbole(tmp_path):
+    text = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n1\t7\t3\t20\n2\t8\t5\t10\n1\t8\t4\t10\n"
+    (tmp_path / "toy.inter").write_text(text)
+    report = h5chunk.convert(tmp_path / "toy.inter", tmp_path / "o.h5", time_order=True)
+    assert (report.source_kind, report.num_rows, report.num_columns, report.num_entries) == ("csv", 2, 2, 3)

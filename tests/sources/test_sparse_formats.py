@@ -253,3 +253,59 @@ def test_numbers_in_the_other_order_of_bytes(tmp_path):
     assert (dense(open_source(tmp_path / "m.npz")) == matrix.toarray().astype("f4")).all()
     np.save(tmp_path / "m.npy", matrix.toarray().astype(">f8"))
     assert (dense(open_source(tmp_path / "m.npy", kind="npy")) == matrix.toarray()).all()
+
+
+def test_unsigned_integers_as_mmwrite_stores_them(tmp_path):
+    matrix = scipy.sparse.csr_matrix(np.array([[1, 0, 1 << 63], [0, 3, 0]], "u8"))
+    scipy.io.mmwrite(tmp_path / "m.mtx", matrix)
+    assert "unsigned-integer" in (tmp_path / "m.mtx").read_text().splitlines()[0]
+    assert entries(open_source(tmp_path / "m.mtx"))[2].tolist() == [1, 1 << 63, 3]
+    with pytest.raises(SourceError, match="row 0, column 2: value 9223372036854775808 is not exact"):
+        h5chunk.convert(tmp_path / "m.mtx", tmp_path / "m.h5")
+    (tmp_path / "m.mtx").write_text("%%MatrixMarket matrix coordinate unsigned-integer general\n1 1 1\n1 1 -2\n")
+    with pytest.raises(SourceError, match="line 3: the value -2 is negative, but the values are unsigned"):
+        h5chunk.convert(tmp_path / "m.mtx", tmp_path / "m.h5")
+
+
+@pytest.mark.parametrize("form", ["csr", "csc", "coo"])
+def test_parts_of_a_matrix_without_its_format(tmp_path, form):
+    """As np.savez of the attributes saves them; nothing is guessed if they do not show the format."""
+    matrix = scipy.sparse.random(20, 12, 0.3, form, random_state=0)
+    names = ("row", "col") if form == "coo" else ("indices", "indptr")
+    parts = {name: getattr(matrix, name) for name in ("data", *names)}
+    np.savez(tmp_path / "m.npz", **parts, shape=matrix.shape)
+    assert find_kind(tmp_path / "m.npz").kind == "npz"
+    assert (dense(open_source(tmp_path / "m.npz")) == matrix.toarray()).all()
+    if form != "coo":
+        for problem, broken in (
+            ("but has no member 'shape': save the matrix with scipy.sparse.save_npz", parts),
+            ("does not show whether it is CSR or CSC", {**parts, "shape": [len(matrix.indptr) - 1] * 2}),
+        ):
+            np.savez(tmp_path / "m.npz", **broken)
+            with pytest.raises(SourceError, match=problem):
+                h5chunk.convert(tmp_path / "m.npz", tmp_path / "m.h5")
+        with pytest.raises(SourceError, match=r"look like the parts of a sparse matrix: save it with scipy"):
+            h5chunk.convert(parts, tmp_path / "m.h5")
+
+
+@pytest.mark.parametrize(
+    ("text", "queries", "notes"),
+    [
+        ("3 qid:1 1:0.5 3:1\n# a comment\n2 qid:1 2:2\n1 qid:22 1:1\n", [1, 1, 22], ""),
+        ("3 qid:7 1:1\n0 1:2\n1\n", [7, -1, -1], "2 rows without qid have -1"),
+        ("3 1:1\n", None, ""),
+    ],
+)
+def test_query_ids_of_svmlight_are_a_field(tmp_path, text, queries, notes):
+    (tmp_path / "m.svm").write_text(text)
+    report = h5chunk.convert(tmp_path / "m.svm", tmp_path / "m.h5", shuffle=False)
+    assert ("qid" in report.fields) == (queries is not None) and notes in str(report)
+    if queries is not None:
+        dataset = h5chunk.ChunkDataset(tmp_path / "m.h5", fields=["X", "qid"])
+        assert [int(dataset[i][1]) for i in range(3)] == queries
+
+
+def test_a_query_id_that_is_no_number_is_named(tmp_path):
+    (tmp_path / "m.svm").write_text("3 qid:1 1:1\n3 qid:a 1:1\n")
+    with pytest.raises(SourceError, match=r"m.svm, line 2: 'qid:a' must be a whole number"):
+        h5chunk.convert(tmp_path / "m.svm", tmp_path / "m.h5")

@@ -69,6 +69,7 @@ class SparseSource:
     column_symbols: np.ndarray | None = None  # (columns,): second names, such as symbols of genes
     time_name: str | None = None  # name of the column of times, if blocks have times
     entry_types: Mapping[str, str] = MappingProxyType({})  # how ids and times are read; files read as one must agree
+    pair_option: str = ""  # the option that reads entries without their values, for messages; empty if there is none
     types_remedy: ClassVar[str] = "write them alike"  # for files whose ``entry_types`` differ
     ignored: Mapping[str, str] = MappingProxyType({})  # fields that are left out, with the reason
     notes: Sequence[str] = ()  # for the report

@@ -26,11 +26,12 @@ TIMES = re.compile("timestamp|time|date|datetime|ts|unixreviewtime|reviewtime")
 PARTS = ("row", "column", "value", "time")
 AS_STRING = ":str"
 MAX_ENTRY_NAMES = 30
+TYPE = re.compile(r":(token|float|token_seq|float_seq)$")  # follows the names of columns in RecBole's atomic files
 
 
 def plain(name: str) -> str:
-    """Return a name in lower case, without separators."""
-    return "".join(letter for letter in name.lower() if letter.isalnum())
+    """Return a name in lower case, without separators and without a type such as ``:token``."""
+    return "".join(letter for letter in TYPE.sub("", name.lower()) if letter.isalnum())
 
 
 def plain_names(names: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ the same mark is an error, unless the option ``comment`` names it. Blank lines a
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -83,7 +84,7 @@ class DelimitedSource(TextSource):
         """Return whether a source is text with entries, by its suffix, header, or two integers at each line's start."""
         if is_table(source, head):
             return False
-        if has_suffix(source, ".csv", ".tsv", ".psv", ".dat"):
+        if has_suffix(source, ".csv", ".tsv", ".psv", ".dat", ".inter"):
             return True
         lines = text_lines(source, head)
         lines = [line for line in lines[num_comments(lines) :] if line.strip()][:100]
@@ -125,6 +126,8 @@ class DelimitedSource(TextSource):
             self._columns.pop("time", None)
         self.axes = self._name(chosen[0]), self._name(chosen[1])
         self.entry_types = {part: f"{kind}s" for part, kind in self._types.items() if part != "value"}
+        names = [str(number) if self.header is None else self.header[number] for number in chosen[:2]]
+        self.pair_option = f"--columns {shlex.quote(','.join(names))}" if len(chosen) > 2 else ""
         self._text.head = b""  # thousands of files may be open
         choice = describe_choice(list(map(self._name, range(self._width))), self._columns)
         if context.is_guessed and requested is None and not names_show_entries(self.header or ()):

@@ -115,7 +115,7 @@ class JoinedEntries(SeveralFiles):
 
     def __init__(self, path: str, sources: Sequence[SparseSource]) -> None:
         super().__init__(path, sources)
-        self.time_name = sources[0].time_name
+        self.time_name, self.pair_option = sources[0].time_name, sources[0].pair_option
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         before = 0

@@ -1,8 +1,8 @@
 """Read libsvm and svmlight files: ``label [qid:N] index:value ... # comment``; also .gz.
 
 Indices count from 1, or from 0 if the file contains an index 0, unless the option ``first_index`` says otherwise. A
-file is read twice: first for its labels and to look for an index 0, then for its entries. Blank lines and comment lines
-are not rows. Sources: the README of LIBSVM, and the home page of SVM-light.
+file is read twice: first for its labels and qids and to look for an index 0, then for its entries. Blank lines and
+comment lines are not rows. Sources: the README of LIBSVM, and the home page of SVM-light.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from h5chunk.errors import count_text
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import compute as pc
 from h5chunk.sources.arrow import pyarrow
@@ -21,9 +22,11 @@ from h5chunk.sources.matrix.block import Block, MemoryLimit
 from h5chunk.sources.matrix.text import TextSource, quote_line
 from h5chunk.sources.recognise import has_suffix, text_lines
 
-LABEL_BYTES = 32  # bytes of memory per label, with all copies
+LABEL_BYTES = 64  # bytes of memory per label and qid, with all copies
+NO_QUERY = -1  # qid of rows that have none
 COMMENT = re.compile(rb"#[^\n]*")
-FIRST_WORD = re.compile(rb"(?m)^[ \t]*([^ \t\r\n]+)")
+FIRST_WORDS = re.compile(rb"(?m)^[ \t]*([^ \t\r\n]+)(?:[ \t]+qid:([^ \t\r\n]*))?")
+WHOLE = re.compile(rb"-?[0-9]{1,18}")
 ZERO = re.compile(rb"[ \t]\+?0+:")
 PAIR = re.compile(rb"(0|[1-9][0-9]{0,17}):(\S+)")
 NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -50,32 +53,36 @@ class LibsvmSource(TextSource):
 
     def __init__(self, path: str, options: LibsvmOptions, context: OpenContext) -> None:
         super().__init__(path, options, context)
-        labels = self._read_labels(MemoryLimit(path, context.memory_bytes))
-        self.row_fields = {"labels": labels}
+        self.notes: list[str] = []
+        self._read_labels(MemoryLimit(path, context.memory_bytes))
+        labels = self.row_fields["labels"]
         if options.first_index != "auto":
             self._base = int(options.first_index)
         else:
             from_1 = "no index is 0, so indices count from 1: index 1 became column 0 (if wrong, pass --first-index 0)"
-            self.notes = [from_1 if self._base else "an index is 0, so that indices count from 0"]
+            self.notes.append(from_1 if self._base else "an index is 0, so that indices count from 0")
             self.entry_types = {"indices": f"from {self._base}"}
         self.shape = (len(labels), None)
 
-    def _read_labels(self, memory: MemoryLimit) -> np.ndarray:
-        """Read all labels, as int64 if all are integers, otherwise as float64. Also detect an index 0."""
-        parts: list[np.ndarray] = []
+    def _read_labels(self, memory: MemoryLimit) -> None:
+        """Read all labels, as int64 if all are integers, otherwise as float64, and the qids. Also detect an index 0."""
+        parts: list[tuple[np.ndarray, np.ndarray]] = []
         self._base, count = 1, 0
         for piece in self._pieces(memory.memory_bytes // 8):
             if ZERO.search(_without_comments(piece.data)):
                 self._base = 0
-            labels = self._parse(piece, _labels)
-            parts.append(labels)
-            count += len(labels)
+            parts.append(self._parse(piece, _labels))
+            count += len(parts[-1][0])
             memory.check(f"{count:,} rows", count * LABEL_BYTES, piece.consumed_bytes / self.num_bytes)
-        labels = np.concatenate(parts)
-        if not len(labels):
+        if not count:
             self._text.fail("has no rows: it contains only comments")
+        labels, queries = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         whole = (labels == np.rint(labels)).all() and np.abs(labels).max() < 1 << 53
-        return labels.astype(np.int64) if whole else labels
+        self.row_fields = {"labels": labels.astype(np.int64) if whole else labels}
+        if (lacking := int((queries == NO_QUERY).sum())) < count:
+            self.row_fields["qid"] = queries
+            if lacking:
+                self.notes.append(f"{count_text(lacking, 'row')} without qid have {NO_QUERY}")
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[Block, int]]:
         num_rows = 0
@@ -125,6 +132,8 @@ class LibsvmSource(TextSource):
             self._text.fail(f"must start with a label that is a finite number: {quote_line(text)}", line)
         for position, word in enumerate(words[1:]):
             if position == 0 and word.startswith(b"qid:"):
+                if not WHOLE.fullmatch(word[4:]):
+                    self._text.fail(f"{quote_line(word)} must be a whole number: {quote_line(text)}", line)
                 continue
             pair = PAIR.fullmatch(word)
             if not pair or int(pair[1]) < self._base:
@@ -145,10 +154,17 @@ def _without_comments(data: bytes) -> bytes:
     return COMMENT.sub(b"", data) if b"#" in data else data
 
 
-def _labels(data: bytes) -> np.ndarray:
-    """Return the labels of whole lines. Raises ValueError if a label is not a finite number."""
-    words = FIRST_WORD.findall(_without_comments(data))
-    numbers = np.array(words, dtype="S").astype(np.float64) if words else np.empty(0)
-    if not np.isfinite(numbers).all() or b"_" in b"".join(words):
+def _labels(data: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Return the labels and qids of whole lines, `NO_QUERY` where there is none. Raises ValueError for invalid ones."""
+    words = FIRST_WORDS.findall(_without_comments(data))
+    labels, queries = ([row[place] for row in words] for place in (0, 1))
+    numbers = np.array(labels, dtype="S").astype(np.float64) if words else np.empty(0)
+    if not np.isfinite(numbers).all() or b"_" in b"".join(labels):
         raise ValueError("a label is not a finite number")
-    return numbers
+    if not any(queries):
+        if b"qid:" in data:
+            raise ValueError("a qid is empty")
+        return numbers, np.full(len(words), NO_QUERY)
+    if not all(WHOLE.fullmatch(query) for query in queries if query):
+        raise ValueError("a qid is not a whole number")
+    return numbers, np.array([int(query) if query else NO_QUERY for query in queries], np.int64)

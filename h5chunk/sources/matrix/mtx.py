@@ -20,8 +20,8 @@ from h5chunk.sources.options import one_of
 from h5chunk.sources.recognise import has_suffix, text_lines
 from h5chunk.store.hdf5.guard import MAX_RATIO
 
-REAL, INTEGER = "float64", "int64"
-FIELDS = {"real": REAL, "integer": INTEGER, "pattern": None}
+REAL, INTEGER, UNSIGNED = "float64", "int64", "uint64"
+FIELDS = {"real": REAL, "integer": INTEGER, "unsigned-integer": UNSIGNED, "pattern": None}
 SYMMETRIES = ("general", "symmetric", "skew-symmetric")
 MIN_ENTRY_BYTES = 4  # "1 1" and the end of the line
 
@@ -58,10 +58,10 @@ class MtxSource(TextSource):
             self._text.fail(f"its layout is {layout!r}, but only coordinate is supported: save it as .npy", 1)
         if field not in FIELDS:
             self._text.fail(f"its values are {field!r}, but only {one_of(list(FIELDS))} are supported: convert them", 1)
-        is_pattern = field == "pattern"
-        if symmetry not in SYMMETRIES or (is_pattern and symmetry == "skew-symmetric"):
+        has_no_signs = FIELDS[field] in (None, UNSIGNED)
+        if symmetry not in SYMMETRIES or (has_no_signs and symmetry == "skew-symmetric"):
             self._text.fail(
-                f"its symmetry is {symmetry!r}, but only {one_of(SYMMETRIES)}{' (not of a pattern)' * is_pattern} are "
+                f"its symmetry is {symmetry!r}, but only {one_of(SYMMETRIES)}{f' (not of {field})' * has_no_signs} are "
                 "supported: store both triangles, and declare the matrix general",
                 1,
             )
@@ -126,7 +126,7 @@ class MtxSource(TextSource):
 
     def _refuse_line(self, line: int, text: bytes) -> NoReturn:
         words = text.split()
-        kinds = [int, int] + ([] if self._value_type is None else [int if self._value_type == INTEGER else float])
+        kinds = [int, int] + ([] if self._value_type is None else [float if self._value_type == REAL else int])
         try:
             row, column, *rest = (kind(word) for kind, word in zip(kinds, words, strict=True))
         except ValueError:
@@ -137,6 +137,8 @@ class MtxSource(TextSource):
                 self._text.fail(f"{word} {number} is out of range 1 to {limit}: {quote_line(text)}", line)
         if rest and not np.isfinite(float(rest[0])):
             self._text.fail(f"the value at row {row}, column {column} is {rest[0]}: values must be finite", line)
+        if rest and rest[0] < 0 and self._value_type == UNSIGNED:
+            self._text.fail(f"the value {rest[0]} is negative, but the values are unsigned: {quote_line(text)}", line)
         if rest and row == column and self._symmetry == "skew-symmetric":
             self._text.fail(f"is skew-symmetric, so that the diagonal must be zero: {quote_line(text)}", line)
         self._text.fail(f"cannot be read: {quote_line(text)}", line)

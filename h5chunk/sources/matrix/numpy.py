@@ -36,7 +36,10 @@ class NpzSource(SparseSource):
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
         members = zip_members(source, head)
-        return {"format.npy", "shape.npy"} <= members or (not members and has_suffix(source, ".npz"))
+        names = {name.removesuffix(".npy") for name in members}
+        if {"format", "shape"} <= names or {"data", *MEMBERS["csr"]} <= names:
+            return True
+        return {"data", "shape", *MEMBERS["coo"]} <= names or (not members and has_suffix(source, ".npz"))
 
     def __init__(self, path: str, options: Any, context: OpenContext) -> None:
         self._file = RegularFile(path)
@@ -76,6 +79,8 @@ class NpzSource(SparseSource):
         return member.read(0, member.length)
 
     def _read_layout(self, archive: zipfile.ZipFile) -> str:
+        if "format.npy" not in archive.namelist():
+            return self._guess_layout(archive)
         word = self._small(archive, "format")
         if word.dtype.kind not in "SU" or word.size != 1:
             raise self._file.error(f"member 'format' has the type {word.dtype} but must be a string")
@@ -87,6 +92,22 @@ class NpzSource(SparseSource):
         if missing:
             raise self._file.error(f"has no member {missing[0]!r}, which format {name} needs")
         return name
+
+    def _guess_layout(self, archive: zipfile.ZipFile) -> str:
+        """Return the layout of a matrix that np.savez saved without its format, by its shape."""
+        if "indptr.npy" not in archive.namelist():
+            return "coo"
+        advice = "save the matrix with scipy.sparse.save_npz, which also saves its format and shape"
+        if "shape.npy" not in archive.namelist():
+            raise self._file.error(f"looks like a sparse matrix (CSR or CSC), but has no member 'shape': {advice}")
+        shape = self._small(archive, "shape").ravel().tolist()
+        num_pointers = _Member(self.path, archive, "indptr").length - 1
+        if shape.count(num_pointers) != 1:
+            raise self._file.error(
+                f"looks like a sparse matrix, but has no member 'format', and its shape {shape} does not show whether "
+                f"it is CSR or CSC: {advice}"
+            )
+        return "csr" if shape[0] == num_pointers else "csc"
 
     def _vectors(self, archive: zipfile.ZipFile) -> list[_Member]:
         """Open the members with the matrix: data, indices and indptr; or data, rows and columns."""

@@ -7,6 +7,7 @@ A table is recognised if the name of every column is a known name for rows, colu
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -80,6 +81,7 @@ class ParquetEntries(SparseSource):
         self._check_types()
         self.time_name = self._columns.get("time")
         self.axes = self._columns["row"], self._columns["column"]
+        self.pair_option = f"--columns {shlex.quote(','.join(self.axes))}" if "value" in self._columns else ""
         kinds = {part: _schema(self._paths[0]).field(name).type for part, name in self._columns.items()}
         self.entry_types = {
             part: "int64s" if has_type(kind, "integer") else "strings" if part in PARTS[:2] else f"{kind}s"

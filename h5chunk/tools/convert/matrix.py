@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from h5chunk.errors import OptionError, human_bytes, printable
+from h5chunk.errors import OptionError, count_text, human_bytes, printable
 from h5chunk.plan.codes import Coding, FloatCoding, Storage
 from h5chunk.plan.csr import index_dtype
 from h5chunk.sources.matrix.block import Block, SparseSource, Transposed
@@ -45,7 +45,7 @@ from h5chunk.tools.convert.matrix_read import (
     position_text,
     unfit_error,
 )
-from h5chunk.tools.convert.matrix_select import Selection, select
+from h5chunk.tools.convert.matrix_select import ZEROS, Selection, select
 from h5chunk.tools.convert.matrix_shards import ShardedMatrix
 from h5chunk.tools.convert.matrix_write import field_name, write_matrix
 from h5chunk.tools.convert.options import MatrixOptions
@@ -111,10 +111,21 @@ def convert_matrix(
         axes=source.axes,
         duplicates=options.duplicates_text(source.time_name),
         ignored=[f"{name}: {reason}" for name, reason in source.ignored.items()],
-        notes=[*source.notes],
+        notes=[*source.notes, *_zeros_note(source, facts.get("counts", {}))],
         already_complete=complete,
         **facts,
     )
+
+
+def _zeros_note(source: SparseSource, counts: Mapping[str, int]) -> list[str]:
+    """Return a note on values of 0 that a list of entries has, such as implicit feedback, and how to keep them."""
+    zeros = counts.get(ZEROS, 0)
+    if not zeros or not source.pair_option:
+        return []
+    return [
+        f"{count_text(zeros, 'entry')} had the value 0, and zeros are not stored: if they mean something, such as "
+        f"implicit feedback, read all entries as ones ({source.pair_option})"
+    ]
 
 
 def _write(

@@ -18,6 +18,8 @@ from h5chunk.tools.convert.options import MatrixOptions
 Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Rows, columns and values of entries in the order of the file, (n,) each; values are in units or as stored."""
 
+ZEROS = "explicit zeros dropped"  # label of their number in the report
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -139,7 +141,7 @@ def select_rows(matrix: SortedMatrix, found: Survey, storage: Storage, columns_k
     counts = {
         "entries read": matrix.num_read,
         f"duplicates {options.duplicates_text(source.time_name)}": tally["duplicates"],
-        "explicit zeros dropped": tally["zeros"],
+        ZEROS: tally["zeros"],
         "entries dropped by their values": tally["positions"] - tally["zeros"] - num_entries,
         "values clipped": tally["clipped"],
         "values rounded": tally["rounded"],
