@@ -162,6 +162,15 @@ def human_bytes(num_bytes: float) -> str:
     return f"{num_bytes / 1024:.1f} TiB"
 
 
+def allowing(num_bytes: int) -> str:
+    """Return a limit on memory, for the command line, that allows a number of bytes.
+
+    >>> allowing(3 << 30), allowing(100)
+    ('4G', '1G')
+    """
+    return f"{num_bytes // (1 << 30) + 1}G"
+
+
 def difference_text(first: Sequence[Any], second: Sequence[Any], path: str, other_path: str) -> str:
     """Describe which names occur in only one of two files, or else where their order first differs.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -198,6 +199,7 @@ class OpenContext:
     """Arguments for opening a source of any kind."""
 
     memory_bytes: int = 1 << 30  # limit on what the source keeps in memory, such as names and labels
+    temporary_folder: Path | None = None  # where temporary files are written; None: where the system wants them
     skips_bad_samples: bool = False  # whether unreadable samples, even the first one, are left out
     is_guessed: bool = False  # whether the kind of the source was detected, rather than chosen by the user
     format: str | None = None  # kind of each file if the source is several files, and the user chose the kind

@@ -21,16 +21,20 @@ from h5chunk.sources.samples import IMAGES, LABELS, Samples
 
 
 def list_source(
-    source: str | os.PathLike[str], options: ImageSourceOptions, report_found: ReportFound = lambda count: None
+    source: str | os.PathLike[str],
+    options: ImageSourceOptions,
+    report_found: ReportFound = lambda count: None,
+    skips: bool = False,
 ) -> Listing:
     """List the images of a source by a manifest, by Hugging Face's metadata in the source, or else by its folders.
 
-    Raises SourceError if the source cannot be listed, or has no table to which an option applies.
+    With ``skips``, samples with missing files or empty cells are unusable, rather than errors. Raises SourceError if
+    the source cannot be listed, or has no table to which an option applies.
     """
     if options.manifest is not None:
-        return list_manifest(source, options, report_found)
+        return list_manifest(source, options, report_found, skips)
     tree = read_tree(source, report_found)
-    listing = list_metadata(tree, options) if tree.tables else None
+    listing = list_metadata(tree, options, skips) if tree.tables else None
     given = [name for name in ("columns", *CellOptions.names()) if name in options.non_defaults()]
     if listing is None and given:
         raise SourceError(
@@ -64,7 +68,7 @@ class ImageSource(Samples):
     @classmethod
     def open(cls, source: Any, options: ImageSourceOptions, context: OpenContext) -> ImageSource:
         """List the images, and decode the first one to determine their shape."""
-        listing = list_source(source, options, context.report_found)
+        listing = list_source(source, options, context.report_found, context.skips_bad_samples)
         recorded: dict[str, Any] = {"split_folders": options.split_folders}
         if options.manifest is None and "split" in listing.columns:
             recorded["split_folders"] = "yes"
@@ -116,6 +120,8 @@ class ImageSource(Samples):
 
     def values(self, index: int) -> Mapping[str, bytes]:
         container = self.listing.container
+        if index in self.listing.unusable:
+            raise SampleError(self.listing.unusable[index])
         values = {IMAGES: container.read(index, self.listing.names[index])}
         for name, number, path in self.listing.parts(index):
             if not path:

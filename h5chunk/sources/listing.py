@@ -61,6 +61,7 @@ class Listing:
     others: dict[str, Names] = field(default_factory=dict)  # paths of masks and other images by field; b"" if missing
     columns: dict[str, np.ndarray] = field(default_factory=dict)  # (num_samples,): labels, split, and further columns
     class_names: list[str] = field(default_factory=list)
+    unusable: dict[int, str] = field(default_factory=dict)  # why a sample cannot be used, by its index
     ignored: list[str] = field(default_factory=list)  # descriptions of files that are left out
     notes: list[str] = field(default_factory=list)
 

@@ -26,17 +26,29 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL
 
-from h5chunk.errors import OptionError, SampleError, SourceError, count_text, difference_text, names_text, printable
+from h5chunk.errors import (
+    H5ChunkError,
+    OptionError,
+    SampleError,
+    SourceError,
+    allowing,
+    count_text,
+    difference_text,
+    human_bytes,
+    names_text,
+    printable,
+)
 from h5chunk.source import OpenContext
-from h5chunk.sources.arrow import has_type, parquet, pyarrow
+from h5chunk.sources.arrow import compute, has_type, parquet, pyarrow
 from h5chunk.sources.cells import may_be_lost
 from h5chunk.sources.kinds import ImageOptions, TableOptions, TextOptions
 from h5chunk.sources.listing import EXTENSIONS
@@ -87,6 +99,9 @@ class TableSource(Samples):
         self._categories: dict[str, list[str]] = {}
         self._gaps: dict[str, int] = {}  # number of missing values that became NaN, by column
         self._lacking: dict[int, str] = {}  # the column whose missing value makes a row unusable, by row
+        self._empty: dict[str, list[int]] = {}  # the rows without a value, by column
+        self._count_missing: Callable[[str], int]  # of a column of the file that is being read
+        self._folder = context.temporary_folder
         self._dates: dict[str, str] = {}  # types of columns of dates and times, which become text
         self._skips = context.skips_bad_samples
         for path in paths:
@@ -94,7 +109,7 @@ class TableSource(Samples):
         if not self._num_rows:
             raise SourceError(f"{printable(paths[0])}: contains no rows")
         columns = {
-            name: self._encode_categories(name, self._concatenate(name, column))
+            name: self._encode_categories(name, self._concatenate(name, column.parts))
             for name, column in self._columns.items()
             if isinstance(column, Values)
         }
@@ -149,6 +164,8 @@ class TableSource(Samples):
             )
         try:
             return cls(paths, options, context, splits)
+        except H5ChunkError:
+            raise
         except (OSError, pyarrow.ArrowException) as error:
             kind = "a table" if is_text else ".parquet"
             raise SourceError(f"{printable(source)}: cannot be read as {kind}: {printable(str(error))}") from None
@@ -171,7 +188,8 @@ class TableSource(Samples):
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
             columns = self._choose(path, schema)
-            self._categories |= _class_names(schema)
+            self._categories |= {name: words for name, words in _class_names(schema).items() if name in columns}
+            self._count_missing = partial(_missing_in, file.metadata)
             self._add_batches(path, columns, file.iter_batches(BATCH_ROWS, columns=columns), context)
 
     def _read_text(self, path: Path, options: TableOptions, context: OpenContext) -> None:
@@ -185,6 +203,7 @@ class TableSource(Samples):
         self.notes = [f"each line became a sample{names} (--format csv reads entries of a sparse matrix)"]
         columns = self._choose(path, table.schema)
         self.notes += [NAMED_IMAGES.format(name) for name, value in _first_row(table) if _names_image(value)]
+        self._count_missing = lambda name: int(table.column(name).null_count)
         self._add_batches(path, columns, table.select(columns).to_batches(BATCH_ROWS), context)
 
     def _add_batches(self, path: Path, columns: list[str], batches: Iterable[Any], context: OpenContext) -> None:
@@ -193,6 +212,14 @@ class TableSource(Samples):
             for name in columns:
                 self._add(path, columns, name, batch.column(batch.schema.get_field_index(name)))
             self._num_rows += len(batch)
+            held = self._num_rows * sum(column.held_bytes for column in self._columns.values())
+            if held > context.memory_bytes:
+                limit = human_bytes(context.memory_bytes)
+                raise SourceError(
+                    f"{printable(path)}: the numbers and strings of {self._num_rows:,} rows take {human_bytes(held)} "
+                    f"of memory, over the limit of {limit}: allow more memory (--memory-bytes, such as "
+                    f"{allowing(2 * held)}), or leave out columns (--columns)"
+                )
             context.report_found(self._num_rows)
 
     def _choose(self, path: Path, schema: Any) -> list[str]:
@@ -226,7 +253,12 @@ class TableSource(Samples):
                 is_empty = pyarrow.types.is_null(array.type)
                 problem = "no values" if is_empty else f"values of type {array.type}, which fields do not support"
                 raise SourceError(f"{where} has {problem}: {remedy}")
-            self._columns[name] = column()
+            self._columns[name] = column(self._folder)
+        if has_type(array.type, "struct"):
+            paths = array
+            array = compute.struct_field(array, ["bytes"])
+            if paths.null_count < array.null_count:
+                raise SourceError(f"{where} contains an image as a path without its bytes: change it, or {remedy}")
         if array.null_count:
             array = self._filled(path, name, array, where, remedy)
         try:
@@ -260,12 +292,20 @@ class TableSource(Samples):
             self._gaps[name] = self._gaps.get(name, 0) + array.null_count
             return (array.cast(pyarrow.float64()) if is_whole else array).fill_null(math.nan)
         rows = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)) + self._num_rows
-        if self._skips and (is_whole or is_text):
+        can_skip = is_whole or is_text or has_type(array.type, "binary", "large_binary")
+        if self._skips and can_skip:
             self._lacking |= dict.fromkeys(rows.tolist(), name)
+            self._empty.setdefault(name, []).extend(rows.tolist())
+            if not is_whole and not is_text:
+                return array
             return array.fill_null("" if is_text else False if pyarrow.types.is_boolean(array.type) else 0)
         advice = "convert such columns to float64 with NaN (--missing nan), " if is_whole else ""
-        advice += "skip such rows (--on-error skip), " if is_whole or is_text else ""
-        raise SourceError(f"{where} has no value in row {rows[0] - self._first_rows[-1]}: fill it, {advice}or {remedy}")
+        advice += "skip such rows (--on-error skip), " if can_skip else ""
+        count = self._count_missing(name)
+        more = f" (the first of {count:,} missing values)" if count > 1 else ""
+        raise SourceError(
+            f"{where} has no value in row {rows[0] - self._first_rows[-1]}{more}: fill it, {advice}or {remedy}"
+        )
 
     def _concatenate(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
         """Concatenate a column from all files. Raises SourceError if their common type cannot hold all values."""
@@ -294,7 +334,7 @@ class TableSource(Samples):
         few = 1 < len(self._columns[name].words) <= min(MAX_CATEGORIES, self._num_rows - 1)
         if self._categories.get(name, [] if few else None) != []:
             return values.astype(field_dtype(name, values.dtype), copy=False)
-        words = np.unique(np.delete(values, list(self._lacking)))
+        words = np.unique(np.delete(values, self._empty.get(name, [])))
         self._categories[name] = [
             word.decode("utf-8", "backslashreplace") if isinstance(word, bytes) else str(word)
             for word in words.tolist()
@@ -411,6 +451,17 @@ def is_parquet(path: Path) -> bool:
 def _holds(dtype: np.dtype, values: np.ndarray) -> bool:
     """Return whether a type can hold all integers of an array exactly."""
     return values.dtype.kind not in "iu" or not (values.astype(dtype).astype(values.dtype) != values).any()
+
+
+def _missing_in(metadata: Any, name: str) -> int:
+    """Return the number of missing values of a column in a .parquet file, as far as its statistics tell."""
+    count = 0
+    for group in range(metadata.num_row_groups):
+        for number in range(metadata.num_columns):
+            column = metadata.row_group(group).column(number)
+            if column.path_in_schema in (name, f"{name}.bytes") and column.is_stats_set:
+                count += column.statistics.null_count or 0
+    return count
 
 
 def _class_names(schema: Any) -> dict[str, list[str]]:

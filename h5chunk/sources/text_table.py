@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from h5chunk.errors import OptionError, SourceError, human_bytes, names_text, printable
+from h5chunk.errors import OptionError, SourceError, allowing, human_bytes, names_text, printable
 from h5chunk.sources.arrow import csv as arrow_csv
 from h5chunk.sources.arrow import pyarrow
 from h5chunk.sources.cells import WHOLE, LostDigitsError, check_floats, may_be_lost
@@ -178,7 +178,11 @@ def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple
             lines = b"".join(without_comments(lines.splitlines(keepends=True), options.comment))
         data.write(form.dialect.translate(lines))
         if data.tell() > memory_bytes // 2:
-            text.fail(f"is over {human_bytes(memory_bytes // 2)} of text: save it as .parquet, and convert that")
+            needed = allowing(2 * max(text.num_bytes, data.tell()))
+            text.fail(
+                f"is over {human_bytes(memory_bytes // 2)} of text, half of the memory limit: allow more memory "
+                f"(--memory-bytes {needed}), or save it as .parquet, and convert that"
+            )
     if repeated := [name for name in form.names if form.names.count(name) > 1]:
         text.fail(f"two columns are called {printable(repeated[0])!r}: rename one of them")
     for name in options.text_columns or ():

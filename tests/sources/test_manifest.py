@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from support.listings import list_images
 
+import h5chunk
 from h5chunk.errors import SourceError
 from h5chunk.sources.listing import Listing
 
@@ -208,7 +210,7 @@ def test_forms_of_the_file(read: Read) -> None:
         ("path,n\n1.png,1\n\n2.png,1,2\n", "line 4: has 3 columns, but the header has 2"),
         (
             "path,n\n1.png,1\n2.png,\n",
-            "line 3: column 'n' is empty: fill it .with nan in a column of numbers., or drop the column",
+            "column 'n' is empty: fill it .with nan in a column of numbers., skip such samples .*, or drop the column",
         ),
         ("path,n\n ,1\n", "line 2: column 'path' is empty"),
         ('path,n\n1.png,"1\n', "line 2: unexpected end of data"),
@@ -271,3 +273,40 @@ def test_manifest_that_changes_while_it_is_read(read: Read, tmp_path: Path) -> N
     path = tmp_path / "list.csv"
     with pytest.raises(SourceError, match=r"list\.csv: changed while it was read"):
         list_images(tmp_path / "photos", lambda count: path.write_text("path,n\n1.png,1\n"), manifest=path)
+
+
+def test_paths_without_suffix_and_from_windows(read: Read, tmp_path: Path) -> None:
+    for text in ("id,n\n1,7\nsub\\4,8\n", "path,n\n.\\1.png,7\nsub\\4.png,8\n", ",path,n\n0,1.png,7\n1,sub/4,8\n"):
+        listing = read(text)
+        assert list(listing.names) == [b"1.png", b"sub/4.png"] and list(listing.columns) == ["n"]
+    assert any("sub/4 in the table is read as sub/4.png" in note for note in listing.notes)
+    assert listing.ignored == ["the first column of the table, which has no name"]
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("a/1.JPG", b"1")
+    assert list(read("id\na\\1\n", source=tmp_path / "x.zip").names) == [b"a/1.JPG"]
+    (tmp_path / "photos" / "1.jpg").touch()
+    check_refused(read, "id\n1\n", r"line 2: 1 does not exist")  # 1.png or 1.jpg
+    check_refused(read, "path\n..\\outside.png\n", "is outside of the source")
+
+
+def test_missing_files_and_empty_cells_are_counted_or_skipped(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    for number in range(6):
+        Image.new("RGB", (4, 3), (number, 0, 0)).save(tmp_path / "p" / f"{number}.png")
+    manifest, path = tmp_path / "m.csv", tmp_path / "x.h5"
+    manifest.write_text("path,label,n\n7.png,a,1\n0.png,b,2\n1.png,c,\n8.png,a,4\n2.png,a,5\n")
+    with pytest.raises(
+        SourceError, match=r"line 2: 7\.png does not exist in .*p \(and so 1 more line\): .*on-error skip"
+    ):
+        h5chunk.convert(tmp_path / "p", path, manifest=manifest)
+    report = h5chunk.convert(tmp_path / "p", path, manifest=manifest, on_error="skip", shuffle=False)
+    assert report.num_samples == 2 and len(report.skipped) == 3 and h5chunk.verify(path).ok
+    dataset = h5chunk.ChunkDataset(path)
+    words = [dataset.classes[label] for label in dataset.values("labels")]
+    assert sorted(zip(dataset.values("n").tolist(), words, strict=True)) == [(2, "b"), (5, "a")]
+    assert dataset.values("n").dtype == np.int64
+    (tmp_path / "p" / "metadata.csv").write_text("file_name,n\n" + "".join(f"{i}.png,{i or ''}\n" for i in range(6)))
+    with pytest.raises(SourceError, match=r"metadata\.csv, line 2: column 'n' is empty: .* \(--on-error skip\)"):
+        h5chunk.convert(tmp_path / "p", tmp_path / "y.h5")
+    h5chunk.convert(tmp_path / "p", tmp_path / "y.h5", on_error="skip")
+    assert sorted(h5chunk.ChunkDataset(tmp_path / "y.h5").values("n").tolist()) == [1, 2, 3, 4, 5]

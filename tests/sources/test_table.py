@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -471,3 +474,48 @@ def test_digits_in_several_texts(tmp_path: Path) -> None:
                 stored(tmp_path, tmp_path / "data")
         texts = {"text_columns": ("id",)} if other == "x01" else {}
         assert stored(tmp_path, tmp_path / "data", "id", **texts) == [kept]
+
+
+def test_missing_images_are_counted_or_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    images = [None if i in (3, 7) else png(i) for i in range(COUNT)]
+    labels = ["x" if i == 5 else None if i == 6 else "ab"[i % 2] for i in range(COUNT)]
+    for form in (images, [data and {"bytes": data, "path": None} for data in images]):
+        pq.write_table(pa.table({"image": form, "label": labels}), path)
+        with pytest.raises(SourceError, match=r"no value in row 3 \(the first of 2 missing .*\(--on-error skip\)"):
+            h5chunk.convert(path, tmp_path / "x.h5")
+        report = h5chunk.convert(path, tmp_path / "x.h5", on_error="skip", shuffle=False, overwrite=True)
+        assert report.num_samples == COUNT - 3
+        dataset = h5chunk.ChunkDataset(tmp_path / "x.h5")
+        words = np.array(dataset.categories("label"))[dataset.values("label")]
+        with h5py.File(tmp_path / "x.h5") as file:
+            numbers = file["image"][:, 0, 0, 0]
+        assert words.tolist() == [labels[i] for i in numbers.tolist()] and len(set(numbers.tolist())) == COUNT - 3
+
+
+def test_memory_limits_of_tables_can_be_raised(tmp_path: Path) -> None:
+    lines = "".join(f"{i}.5,{i},{'x' * 90}{i}\n" for i in range(20_000))
+    (tmp_path / "t.csv").write_text(f"a,b,c\n{lines}")
+    pq.write_table(pa.csv.read_csv(tmp_path / "t.csv"), tmp_path / "t.parquet")
+    np.savez_compressed(tmp_path / "t.npz", a=np.zeros(300_000))
+    for name, reason in (("t.csv", "text, half of"), ("t.parquet", "numbers and strings of"), ("t.npz", "needs")):
+        with pytest.raises(SourceError, match=rf"{reason}.*allow more memory \(--memory-bytes,? .*1G"):
+            h5chunk.convert(tmp_path / name, tmp_path / "x.h5", memory_bytes=1 << 20)
+        h5chunk.convert(tmp_path / name, tmp_path / "x.h5", memory_bytes=1 << 30, overwrite=True)
+
+
+def test_images_of_tables_are_copied_beside_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(table(), tmp_path / "t.parquet")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", workers=0)
+    monkeypatch.setattr(tempfile, "TemporaryFile", FullFile)
+    with pytest.raises(OutputError, match=r"the disk is full after .* of a temporary file, .*: free some space"):
+        h5chunk.convert(tmp_path / "t.parquet", tmp_path / "y.h5", workers=0)
+
+
+class FullFile(io.BytesIO):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def write(self, _: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")

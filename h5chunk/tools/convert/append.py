@@ -151,7 +151,7 @@ def _open_source(
     if "manifest" in requested:
         recorded.pop("split_folders", None)
     source_options, options = choose_options(kind, source, {**recorded, **requested}, (kind.Options, AppendOptions))
-    return open_kind(kind, source, source_options, open_context(options, progress)), options
+    return open_kind(kind, source, source_options, open_context(options, old.path, progress)), options
 
 
 def _duplicate_names(job: SampleJob) -> list[str]:

@@ -162,7 +162,7 @@ def _open(
     check_not_source(path, *([source] if is_path(source) else []), *source_options.paths(), *write_options.paths())
     (check_folder if is_folder else check_output)(path, overwrite=overwrite or has_command_id(path))
     if isinstance(write_options, SampleOptions):
-        context = replace(open_context(write_options, progress), is_guessed=format is None)
+        context = replace(open_context(write_options, path, progress), is_guessed=format is None)
         opened = open_kind(kind, source, source_options, context)
     else:
         with explain_memory_error(write_options.memory_bytes):

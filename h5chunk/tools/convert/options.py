@@ -83,6 +83,14 @@ class ReadOptions(Options):
         "the output.",
         choices=("fail", "skip"),
     )
+    memory_bytes: int = option(
+        DEFAULT_MEMORY_BYTES,
+        "For tables and compressed arrays: upper limit on the memory of their numbers and strings.",
+        heading=MATRICES,
+        minimum=MIN_MEMORY_BYTES,
+        unit="bytes",
+        shown_default="1GiB",
+    )
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,14 @@ DTYPE_KINDS = "iufS"  # kinds of NumPy dtypes that a field may have: integers, f
 KEY_FACTS = {"h5chunk": h5chunk.__version__, "journal": 2}  # part of the key of every journal
 
 
-def open_context(options: ReadOptions, progress: Progress | None) -> OpenContext:
-    """Return the context for opening a source of samples."""
+def open_context(options: ReadOptions, path: Path, progress: Progress | None) -> OpenContext:
+    """Return the context for opening a source of samples, which are written to ``path``."""
     report = progress or (lambda stage, done, total: None)
     return OpenContext(
-        skips_bad_samples=options.on_error == "skip", report_found=lambda count: report("list", count, None)
+        memory_bytes=options.memory_bytes,
+        temporary_folder=path.absolute().parent,
+        skips_bad_samples=options.on_error == "skip",
+        report_found=lambda count: report("list", count, None),
     )
 
 

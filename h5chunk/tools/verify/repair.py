@@ -85,7 +85,7 @@ class _ChunkMaker:
             text_columns=texts,
             encoding=None if encoding is None else str(encoding),
         )
-        self._listing = list_source(source, listed)
+        self._listing = list_source(source, listed, skips=True)
         self.source = ImageSource(self._listing, options)
         self._parts = [(0, self.source)]  # (first source index, source) of the converted and the appended images
         for first, fit in appended:
