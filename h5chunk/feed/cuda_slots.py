@@ -51,6 +51,8 @@ class PinnedBuffer:
         self.turn = Buffer(cuda.copied() if available() else None)
         self.num_queued = 0
         self.copied: torch.cuda.Event | None = None  # recorded after the last copy from this memory
+        # native threads ask whether the last copy has ended, even after the slot that started it is gone
+        self.senders: dict[int, Any] = {}
 
     @property
     def is_free(self) -> bool:
@@ -110,6 +112,7 @@ class CudaSlot:
         self._sending: cuda.Sending | None = None
         if self._context is not None:
             self._sending = cuda.Sending(self._context, stream.cuda_stream, *self._events)
+            self._sending.events = self._consumed, self._copied
 
     @property
     def _pinned_now(self) -> tuple[PinnedBuffer, ...]:
@@ -136,6 +139,7 @@ class CudaSlot:
         pinned = self._pinned = self._all_pinned[0]
         self._all_pinned.rotate(-1)
         pinned.num_queued += 1
+        pinned.senders[id(self._sending)] = self._sending
         self._windows, self.window = {}, self._full
         self._copy_whole_buffer(pinned)
         self.tasks.buffer = pinned.turn
@@ -145,6 +149,7 @@ class CudaSlot:
         """Take a pinned buffer, wait until the last copy from it is done, and return the destinations of all fields."""
         pinned = self._pinned = next(each for each in self._pinned_now if not each.num_queued)
         self._all_pinned.remove(pinned)
+        pinned.senders[id(self._sending)] = self._sending
         pinned.wait()
         self._windows = windows = windows_of(self._layouts, samples)
         device, host = beginnings(self._arrays, windows), beginnings(pinned.arrays, windows)

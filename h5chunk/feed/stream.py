@@ -388,6 +388,9 @@ class WindowStream:
 
     def _put_back(self, read: WindowRead) -> None:
         del self._open[read]
+        is_needed = not self._pool.is_local or len(self._open) + len(self._free) < self._num_local
+        if not is_needed:  # fewer are enough; a copy to its memory may still be running if no batch was taken
+            read.slot.receive()
         read.slot.release()
-        if not self._pool.is_local or len(self._open) + len(self._free) < self._num_local:  # else fewer are enough
+        if is_needed:
             self._free.append(read.slot)

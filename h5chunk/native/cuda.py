@@ -23,6 +23,8 @@ class Sending(ctypes.Structure):
         ("num_copies", ctypes.c_int64),
     )
 
+    events: object = None  # of torch, which would destroy ``consumed`` and ``copied``
+
     def set_copies(self, copies: np.ndarray) -> None:
         """Set the copies, (n, 3) int64. Each row has the device address, the host address and the number of bytes."""
         self._kept = copies
