@@ -24,12 +24,14 @@ class KeptThreads:
 
     def __init__(self, name: str) -> None:
         self._name, self._process = name, 0
+        self.limit: int | None = None  # maximum number of threads
         self._pool: ThreadPoolExecutor | None = None
 
     def pool(self, num_threads: int) -> ThreadPoolExecutor:
         """Return the pool of this process; ``num_threads`` is used only when it starts."""
         if self._pool is None or self._process != os.getpid():
-            self._pool, self._process = ThreadPoolExecutor(num_threads, self._name), os.getpid()
+            limited = min(num_threads, self.limit or num_threads)
+            self._pool, self._process = ThreadPoolExecutor(limited, self._name), os.getpid()
         return self._pool
 
     def close(self) -> None:

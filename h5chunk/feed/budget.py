@@ -332,7 +332,8 @@ def find_device(device: str | torch.device) -> torch.device:
         raise OptionError(
             f"device is {device!r}, but torch finds only {torch.cuda.device_count()} GPUs: pass a smaller index"
         )
-    return found
+    # the current device may change before the loader is iterated, and differs between threads
+    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
 
 
 def free_bytes(device: torch.device) -> int:

@@ -147,7 +147,8 @@ class CudaSlot:
 
     def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
         """Take a pinned buffer, wait until the last copy from it is done, and return the destinations of all fields."""
-        pinned = self._pinned = next(each for each in self._pinned_now if not each.num_queued)
+        pinned = self._pinned = next((each for each in self._pinned_now if not each.num_queued), None)
+        assert pinned is not None, "a window was begun before a pinned buffer was free: see has_pinned"
         self._all_pinned.remove(pinned)
         pinned.senders[id(self._sending)] = self._sending
         pinned.wait()

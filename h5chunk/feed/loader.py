@@ -30,7 +30,9 @@ from h5chunk.plan.slots import check_echo, num_echoed
 from h5chunk.store.read.files import Paths
 from h5chunk.transforms import Transforms, transforms_by_field
 from h5chunk.transforms.any_size import AnySizeConverter
+from h5chunk.transforms.augmenting import AugmentConverter
 from h5chunk.transforms.ragged import packs
+from h5chunk.transforms.rows import RowConverter
 
 CLOSED = "this loader was closed while it was iterated: end the iteration before you close it"
 TWO_THREADS = "another thread is waiting for a batch of this loader: create a separate loader for each thread"
@@ -76,8 +78,9 @@ class ChunkLoader(Resumable):
     as ``RandomResizedCrop``. Threads decode them a few batches ahead. For a GPU with fewer than 8 ``num_threads``,
     nvJPEG decodes them if torchvision is installed, with slightly different pixels: see ``print(loader)``.
 
-    On a GPU, use the batches of an epoch on one stream. On the CPU, a batch that is kept may keep several MB around it
-    in memory, up to its entire window: use ``clone()`` to keep only the batch.
+    On a GPU, use the batches of an epoch on one stream. A batch that is kept may keep memory around it: on the CPU, up
+    to its entire window; on a GPU, up to 64 MiB of batches, or 256 MiB if the data is resident or rows of a matrix are
+    made dense. Use ``clone()`` to keep only the batch.
 
     Parameters
     ----------
@@ -110,8 +113,8 @@ class ChunkLoader(Resumable):
         caches; memory for decoding. Batches that were returned do not count. Unless ``sampler`` was given
         ``window_chunks``, windows are made smaller than the file recommends if necessary.
     num_threads : int, optional
-        Number of reader threads. Default: one per core, at most 12, but fewer if decoding compressed chunks, three
-        per thread, would need more than 1 GiB.
+        Number of reader threads, and maximum number of threads that decode or augment. Default: one per core, but at
+        most 12 that read, and fewer if decoding compressed chunks, three per thread, would need more than 1 GiB.
     resident : bool or "auto"
         Read everything once and keep it on the device (a sparse matrix stays sparse); the order is the same.
         ``"auto"``: on a GPU, if the data fits in ``memory_bytes`` or, by default, in a quarter of its free memory; on
@@ -205,6 +208,8 @@ class ChunkLoader(Resumable):
             if isinstance(converter, AnySizeConverter):
                 named = partial(name_of_sample, self._source.reader)
                 converter.attach(self._source.reader.image_sizes, named, self._source.num_threads)
+            if isinstance(converter, (AugmentConverter, RowConverter)):
+                converter.threads.limit = num_threads
             converter.prepare(target if isinstance(converter, AnySizeConverter) else self._source.device)
         self._budget = MemoryBudget(self._source, converters, memory_bytes, reuse=reuse)
         self._plan = self._budget.plan(resident, order, min_chunks=min_chunks)

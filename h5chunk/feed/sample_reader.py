@@ -29,6 +29,7 @@ from h5chunk.feed.layout import ArrayShape, ragged_layout, torch_dtype
 from h5chunk.feed.memory import Assemble, SharedMemory
 from h5chunk.feed.slots import KEPT, BatchMemory, CsrWindow
 from h5chunk.feed.stored_tables import decoded, name_of_sample
+from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import INTERLEAVE, Order
@@ -288,6 +289,10 @@ class SampleReader:
     def _open(self) -> _OpenFields:
         if self._opened is None or self._opened.process != os.getpid():
             self._opened = _OpenFields(self._reader)
+            if (worker := get_worker_info()) is not None:  # the workers share the cores
+                for convert in self._converters.values():
+                    if isinstance(convert, (AugmentConverter, RowConverter)):
+                        convert.threads.limit = max(1, available_cores() // worker.num_workers)
         return self._opened
 
     @property

@@ -137,12 +137,11 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     """Batches of sample numbers for a DataLoader, such that each chunk is read once per epoch.
 
     Chunks are permuted, and samples are shuffled within windows of chunks: see `h5chunk.plan.order`. Every sample is
-    used once per epoch. The order is a function of (seed, epoch) alone, and each iteration is an epoch. With any number
-    of workers that divides ``interleave``, each chunk is read by one worker. Use it as ``batch_sampler``::
+    used once per epoch. The order depends only on the chunks of the data set, the arguments and the epoch, and each
+    iteration is an epoch. With any number of workers that divides ``interleave``, each window is read by one worker;
+    only a chunk at the border of two windows may be read by two. Use it as ``batch_sampler``::
 
         DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 256), num_workers=4)
-
-    or, without torch's collation, as ``sampler`` with ``batch_size=None``.
 
     Parameters
     ----------

@@ -2,8 +2,8 @@
 
 The samples are shuffled within windows, as in `h5chunk.plan.order`. Each window is then cut into batches, so that the
 number of batches differs between windows and epochs, but never between ranks. If the samples of a rank need fewer
-batches, the rank cuts its largest batches in two. The batches are a pure function of the seed, the epoch and the
-lengths.
+batches, the rank cuts its largest batches in two. The batches are a pure function of the fields of a
+`LengthOrder`.
 
 With buckets, the samples of several batches are sorted by length before they are cut, ascending and descending in turn,
 and the batches of a window are shuffled.

@@ -1,4 +1,4 @@
-"""Compute which samples form which batch of an epoch, as a pure function of the seed and the epoch.
+"""Compute which samples form which batch of an epoch, as a pure function of the fields of an `Order`.
 
 The chunks are permuted, and the samples of all chunks are concatenated to a sequence (`h5chunk.plan.permutation`). The
 sequence is cut into windows, whose samples are shuffled and cut into batches. Every sample occurs once. Consecutive

@@ -118,7 +118,8 @@ class AnySizeConverter(AugmentConverter):
 
     def attach(self, sizes: ImageSizes, name_of: Callable[[int], str], num_threads: int | None = None) -> None:
         """Set the sizes of all images, the function that returns the name of an image, and the number of threads."""
-        most = max(int(sizes.heights.max(initial=0)), int(sizes.widths.max(initial=0)))
+        is_new = sizes is not self.__dict__.get("_image_sizes")  # a data set attaches them for every batch
+        most = max(int(sizes.heights.max(initial=0)), int(sizes.widths.max(initial=0))) if is_new else 0
         if most > MAX_SIDE:
             raise FieldError(
                 f"field {self._field.name!r} has an image of {most} pixels per side, more than {MAX_SIDE}: shrink it"
@@ -252,7 +253,7 @@ class AnySizeConverter(AugmentConverter):
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def _pool(self) -> ThreadPoolExecutor:
-        return self._threads.pool(1 if self._decode_batch is not None else self._num_threads)
+        return self.threads.pool(1 if self._decode_batch is not None else self._num_threads)
 
 
 def decode_whole(

@@ -234,7 +234,8 @@ class RandomHorizontalFlip(Geometric):
 class AlternatingFlip(Geometric):
     """Mirror a random half of the images in the first epoch, the others in the next, and so on.
 
-    In two consecutive epochs, every image appears once mirrored and once not.
+    In two consecutive epochs, every image appears once mirrored and once not. (Samples that differ between epochs, of
+    `h5chunk.Patches` or of `h5chunk.Windows` with ``goal="future"``, are mirrored independently in each epoch.)
 
     Source: Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", arXiv:2404.00498.
     """

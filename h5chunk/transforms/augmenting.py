@@ -74,7 +74,7 @@ class AugmentConverter:
         self._kernel: AugmentKernel | None = None
         self._native: ImageRule | None = None
         self._native_draws: NativeDraws | None = None
-        self._threads = KeptThreads("h5chunk-augment")
+        self.threads = KeptThreads("h5chunk-augment")
 
     def _size(self) -> Size:
         """Return the size of results. Raise OptionError if an image is too small for a transform."""
@@ -185,7 +185,7 @@ class AugmentConverter:
             table = self.table(*self._sides, draws._replace(samples=samples[:count]))
         drawn, rest = GeometryTable(table, draws.first), samples[len(table) : len(table) + count]
         if self._kernel is not None and len(rest):
-            drawn.following = self._threads.pool(1).submit(self.table, *self._sides, draws._replace(samples=rest))
+            drawn.following = self.threads.pool(1).submit(self.table, *self._sides, draws._replace(samples=rest))
         return drawn
 
     def compute(self, source: torch.Tensor, table: Indices, out: torch.Tensor) -> None:
@@ -214,7 +214,7 @@ class AugmentConverter:
         if len(firsts) == 1:
             compute(0)
             return
-        deque(self._threads.pool(available_cores()).map(compute, firsts), 0)
+        deque(self.threads.pool(available_cores()).map(compute, firsts), 0)
 
     def _native_rule(self) -> ImageRule:
         if self._native is None:
@@ -225,7 +225,7 @@ class AugmentConverter:
         """Stop the threads."""
         if self._kernel is not None:
             self._kernel.wait()
-        self._threads.close()
+        self.threads.close()
 
 
 def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tuple[int, ...], axis: int) -> None:

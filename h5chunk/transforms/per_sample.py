@@ -39,14 +39,25 @@ class PerSample:
         return self._stacked([self.transform(sample) for sample in batch], batch)
 
     def with_draws(self, batch: torch.Tensor, draws: Draws, number: int) -> torch.Tensor:
-        """Apply the transform to each sample with torch's generators seeded for it, then restore their state."""
+        """Apply the transform to each sample with torch's generators seeded for it, then restore their state.
+
+        These are the generators of the CPU and of the batch's device. Those of other GPUs are left alone, which
+        `torch.manual_seed` would not do.
+        """
         seeds = (draws.uniform(STREAM + number, 1)[0] * 2.0**53).astype("int64").tolist()
-        devices = [batch.device] if batch.device.type == "cuda" else []
+        generators = [torch.default_generator]
+        if batch.device.type == "cuda":
+            generators.append(torch.cuda.default_generators[batch.device.index])
+        states = [generator.get_state() for generator in generators]
         results = []
-        with torch.random.fork_rng(devices):
+        try:
             for sample, seed in zip(batch, seeds, strict=True):
-                torch.manual_seed(seed)
+                for generator in generators:
+                    generator.manual_seed(seed)
                 results.append(self.transform(sample))
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
         return self._stacked(results, batch)
 
     def _stacked(self, results: list[torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
@@ -68,8 +79,9 @@ def per_sample(transform: Callable[[torch.Tensor], torch.Tensor]) -> PerSample:
         ChunkLoader("photos.h5", 256, transforms=[RandomResizedCrop(224), per_sample(v2.ColorJitter(0.4)), normalize])
 
     Torchvision's random transforms use the same random numbers for all samples of a call, that is, of a batch. In a
-    `ChunkLoader`, torch's random generators are seeded from the loader's seed, the epoch and the sample's number before
-    each call, so that the result depends on nothing else; put it before functions of batches. It is slow:
+    `ChunkLoader`, torch's random generators of the CPU and of the batch's device are seeded from the loader's seed, the
+    epoch and the sample's number before each call, so that the result depends on nothing else; put it before functions
+    of batches. It is slow:
     the transforms of `h5chunk.transforms` take a few microseconds per image, other transforms take hundreds.
 
     Parameters

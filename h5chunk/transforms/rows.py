@@ -181,7 +181,7 @@ class RowConverter:
             self.sample_bytes = 4 + math.ceil(per_row * (4 + self.dtype.itemsize))
         self.sample_bytes *= self.num_outputs
         self._kernel: DenseKernel | None = None
-        self._threads = KeptThreads("h5chunk-dense")
+        self.threads = KeptThreads("h5chunk-dense")
 
     def prepare(self, device: torch.device) -> None:
         """Start compiling the kernel that makes sparse rows dense, if the device and the transforms allow it."""
@@ -266,11 +266,11 @@ class RowConverter:
         """Stop the threads that compile the kernel or make rows dense."""
         if self._kernel is not None:
             self._kernel.wait()
-        self._threads.close()
+        self.threads.close()
 
     def _map_parts(self) -> MapParts:
         """Return the ``map`` of a pool of threads."""
-        return self._threads.pool(min(DENSE_THREADS, available_cores())).map
+        return self.threads.pool(min(DENSE_THREADS, available_cores())).map
 
     def _empty(self, num_rows: int, device: torch.device) -> torch.Tensor:
         shape = (num_rows, self.num_columns)

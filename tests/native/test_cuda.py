@@ -121,6 +121,7 @@ def device(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Driver:
     replaced: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
+        "current_device": lambda: 0,
         "mem_get_info": lambda _device: (1 << 40, 1 << 40),
         "Event": Event,
         "Stream": lambda _device: own,
@@ -178,6 +179,15 @@ def test_windows_are_copied_once_they_are_read(device: Driver, path: Path, echo:
     assert copied and consumed and not copied & consumed
     assert {event for kind, stream, event, _ in calls if (kind, stream) == ("w", USER_STREAM)} <= copied
     assert sum(kind == "c" for kind, *_ in calls) >= len(epochs)
+
+
+def test_the_device_is_that_of_the_construction(device: Driver, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device differs between threads, and may change until the loader is iterated."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with ChunkLoader(path, 16, device="cuda", resident=False) as loader:
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        assert f"to cuda:1: {len(loader)} batches" in repr(loader)
 
 
 @pytest.mark.parametrize("num_pinned", [1, 2, 4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import warnings
 from typing import Any
 
@@ -10,11 +11,13 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from support.faults import as_worker
 from support.foreign import make_file, values
 from torch.utils.data import DataLoader
 
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
 from h5chunk.errors import OptionError
+from h5chunk.native import available
 from h5chunk.transforms import (
     AlternatingFlip,
     Normalize,
@@ -268,6 +271,26 @@ class Jitter:
         return images + torch.rand(()) * 100
 
 
+@pytest.mark.skipif(not available(), reason="only native code augments in threads")
+def test_threads_are_limited(dataset, monkeypatch):
+    """By the caller, or because the workers of a DataLoader share the cores."""
+    for module in ("transforms.augmenting", "feed.sample_reader"):
+        monkeypatch.setattr(f"h5chunk.{module}.available_cores", lambda: 8)
+    before = {*threading.enumerate()}
+
+    def num_threads() -> int:
+        return sum(each.name.startswith("h5chunk-augment") for each in threading.enumerate() if each not in before)
+
+    with ChunkLoader(dataset, 64, transforms=LIST, num_threads=2) as loader:
+        list(loader)
+        assert num_threads() == 2
+    as_worker(monkeypatch, 0, 4)
+    augmented = dataset.with_transform(LIST)
+    augmented[range(64)]
+    assert num_threads() == 2
+    augmented._sample_reader._converters["images"].release()
+
+
 class TestPerSample:
     def test_draws(self, dataset):
         """They depend on the sample alone, and leave torch's generator as it was."""
@@ -283,6 +306,30 @@ class TestPerSample:
         }
         assert all(np.ptp(shift) < 1e-4 for shift in shifts.values())
         assert len({round(float(shift[0]), 4) for shift in shifts.values()}) > 0.9 * N
+
+    def test_generators_of_other_devices_are_left_alone(self, dataset, monkeypatch):
+        """`torch.manual_seed` would seed them all."""
+        seeded = []
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+        monkeypatch.setattr(torch, "manual_seed", seeded.append)
+        with ChunkLoader(dataset, 16, transforms=[per_sample(Jitter())]) as loader:
+            next(iter(loader))
+        assert not seeded
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    def test_the_generators_of_a_gpu_are_as_before(self, dataset, device):
+        torch.cuda.manual_seed_all(5)
+        torch.rand(3, device="cuda")
+        before = torch.cuda.get_rng_state_all()
+        noise = per_sample(lambda image: image + torch.rand(image.shape, device=image.device))
+        batches = []
+        for _ in range(2):
+            with ChunkLoader(dataset, 16, transforms=[noise], device=device) as loader:
+                batches.append(next(iter(loader))[0].cpu())
+        assert torch.equal(*batches)
+        assert all(map(torch.equal, before, torch.cuda.get_rng_state_all()))
 
     def test_of_a_data_set(self, dataset):
         assert dataset.with_transform(per_sample(Jitter()))[2][0].shape == (3, 9, 12)
