@@ -47,7 +47,3 @@ def test_the_readme_links_to_every_notebook() -> None:
 def test_links_of_the_readme_exist() -> None:
     for name in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text()):
         assert (ROOT / name).exists(), name
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().split()) <= 1200
