@@ -2,12 +2,14 @@
 
 A Trainer can also use a `h5chunk.ChunkLoader` directly: the loader keeps track of the epoch and, when a checkpoint is
 loaded, continues with the next batch. Create the loader in ``train_dataloader()``, where the number of processes is
-known, as `ChunkDataModule` does.
+known, as `ChunkDataModule` does. ``overfit_batches`` needs ``shuffle=False``, because a shuffled loader has other
+batches in each epoch; the Trainer cannot turn shuffling off in a ChunkLoader, nor in the ChunkSampler of a DataLoader.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -133,7 +135,7 @@ class ChunkDataModule(LightningDataModule):
         self._batch_size, self._eval_batch_size = batch_size, eval_batch_size or batch_size
         self._device, self._options = device, options
         self._train_order, self._train_options = train_order or {}, train_options or {}
-        self._loaders: list[ChunkLoader] = []
+        self._loaders: dict[str, ChunkLoader] = {}
 
     @cached_property
     def datasets(self) -> Parts:
@@ -160,25 +162,31 @@ class ChunkDataModule(LightningDataModule):
 
     def train_dataloader(self) -> ChunkLoader:
         """Return the shuffled training loader, which follows the Trainer's epoch."""
-        options = {**self._options, **self._train_options}
-        return self._loader(self.datasets[0], self._batch_size, self._train_order, options)
+        options, order = {**self._options, **self._train_options}, self._train_order
+        if self.trainer is not None and self.trainer.overfit_batches:
+            warnings.warn("the Trainer has overfit_batches: training samples are not shuffled", stacklevel=2)
+            order = {**order, "shuffle": False}
+        return self._loader("train", self.datasets[0], self._batch_size, order, options)
 
     def val_dataloader(self) -> ChunkLoader | list[Any]:
         """Return the validation loader, in the order of the file; an empty list if there are no such samples."""
-        return self._evaluation(self.datasets[1])
+        return self._evaluation("val", self.datasets[1])
 
     def test_dataloader(self) -> ChunkLoader | list[Any]:
         """Return the test loader, in the order of the file; an empty list if there are no such samples."""
-        return self._evaluation(self.datasets[2])
+        return self._evaluation("test", self.datasets[2])
 
-    def _evaluation(self, dataset: ChunkDataset | None) -> ChunkLoader | list[Any]:
+    def _evaluation(self, part: str, dataset: ChunkDataset | None) -> ChunkLoader | list[Any]:
         if dataset is None:
             return []
-        return self._loader(dataset, self._eval_batch_size, {"shuffle": False}, self._options)
+        return self._loader(part, dataset, self._eval_batch_size, {"shuffle": False}, self._options)
 
     def _loader(
-        self, dataset: ChunkDataset, batch_size: int, order: dict[str, Any], options: dict[str, Any]
+        self, part: str, dataset: ChunkDataset, batch_size: int, order: dict[str, Any], options: dict[str, Any]
     ) -> ChunkLoader:
+        """Make a loader. The previous one of this part is closed: ``reload_dataloaders_every_n_epochs`` needs many."""
+        if part in self._loaders:
+            self._loaders.pop(part).close()
         device = self._device
         if self.trainer is not None:
             root = self.trainer.strategy.root_device
@@ -186,12 +194,12 @@ class ChunkDataModule(LightningDataModule):
             order = {**order, "rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
         sampler = ChunkSampler(dataset, batch_size, **order)
         loader = ChunkLoader(dataset, sampler=sampler, device=device or "cpu", **options)
-        self._loaders.append(loader)
+        self._loaders[part] = loader
         return loader
 
     def teardown(self, stage: str) -> None:
         """Stop the threads of all loaders, and free their memory."""
-        for loader in self._loaders:
+        for loader in self._loaders.values():
             loader.close()
         self._loaders.clear()
 

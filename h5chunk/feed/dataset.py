@@ -35,7 +35,7 @@ from h5chunk.plan.permutation import SPLIT, ShuffledSequence, permutation
 from h5chunk.plan.selection import FixedSelection, SelectionSequence, select_samples, split_samples
 from h5chunk.remote.mirror import remote_options
 from h5chunk.store.read.checksums import OFF
-from h5chunk.store.read.fields import Field, Fields, MatrixField, parse_fields
+from h5chunk.store.read.fields import Field, Fields, parse_fields
 from h5chunk.store.read.files import Paths, open_reader, reopen_with_fields
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
@@ -54,6 +54,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     ``dataset[i]`` is a tuple of the fields of sample i; ``dataset[[3, 1, 2]]`` is a tuple of the fields of these three
     samples, stacked along the first axis. Numbers are tensors of the file's dtype; fixed-length strings are ``str``.
+    For a model that takes dicts, such as in transformers' Trainer, pass a ``collate_fn`` (there ``data_collator``) that
+    returns ``dict(zip(dataset.fields, h5chunk.collate(batch)))``.
+
     Uncompressed data is read as by `ChunkLoader`, compressed data through HDF5's chunk cache. Each process opens the
     file at its first read, with any start method of multiprocessing.
 
@@ -311,10 +314,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             raise OptionError(f"name is a {type(name).__name__}: pass the name of a field as a str")
         reader = self._reader if name in self._reader.fields else reopen_with_fields(self._reader, {name: name})
         field = reader.fields[name]
-        if isinstance(field, MatrixField) or field.sample_shape:
-            raise FieldError(
-                f"field {name!r} has samples of shape {field.sample_shape}: name a field with one value per sample"
-            )
+        if isinstance(field, RaggedField) or field.sample_shape:
+            shape = f"of shape {field.sample_shape}" if field.sample_shape else "that differ in size"
+            raise FieldError(f"field {name!r} has samples {shape}: name a field with one value per sample")
         found = np.empty(len(self), field.dtype)
         reader.read(name, self.samples, found)
         return decoded(found)

@@ -8,16 +8,17 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import SequentialSampler, get_worker_info
 
 from h5chunk.errors import H5ChunkError, OptionError, printable
 from h5chunk.feed.batches import BatchMaker, EpochReport, FieldPipeline
 from h5chunk.feed.budget import MemoryBudget, check_arguments, find_data, find_device, make_source
+from h5chunk.feed.collate import collate
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.read_pool import TIMEOUT_S
 from h5chunk.feed.resident import Resident
@@ -28,7 +29,7 @@ from h5chunk.plan.lengths import LengthOrder
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import check_echo, num_echoed
 from h5chunk.store.read.files import Paths
-from h5chunk.transforms import Transforms, transforms_by_field
+from h5chunk.transforms import ToDtype, Transforms, transforms_by_field
 from h5chunk.transforms.any_size import AnySizeConverter
 from h5chunk.transforms.augmenting import AugmentConverter
 from h5chunk.transforms.ragged import packs
@@ -154,6 +155,10 @@ class ChunkLoader(Resumable):
         An argument is invalid, or the file does not allow ``reader="direct"``, with the reason.
     """
 
+    # as in a DataLoader without workers, for code that makes a DataLoader of this loader's attributes
+    pin_memory = persistent_workers = False
+    prefetch_factor = None
+
     def __init__(
         self,
         data: Paths | ChunkDataset,
@@ -211,6 +216,7 @@ class ChunkLoader(Resumable):
             if isinstance(converter, (AugmentConverter, RowConverter)):
                 converter.threads.limit = num_threads
             converter.prepare(target if isinstance(converter, AnySizeConverter) else self._source.device)
+        self._data, self._transforms = dataset, by_field
         self._budget = MemoryBudget(self._source, converters, memory_bytes, reuse=reuse)
         self._plan = self._budget.plan(resident, order, min_chunks=min_chunks)
         self.is_resident = self._plan is None
@@ -231,6 +237,45 @@ class ChunkLoader(Resumable):
         """Return the number of batches in an epoch."""
         fresh = self._num_batches
         return fresh + num_echoed(self._echo, fresh)
+
+    @cached_property
+    def dataset(self) -> ChunkDataset:
+        """The data set, with the loader's transforms except functions of a batch, which `collate_fn` applies.
+
+        Other code can thus read the rest of an epoch through a DataLoader: Accelerate's ``skip_first_batches`` does so.
+        """
+        own = zip(self._transforms.items(), self._pipelines, strict=True)
+        leading = {name: each[: len(each) - len(pipeline.others)] for (name, each), pipeline in own}
+        of_samples = {
+            name: [replace(one, channels_last=False) if isinstance(one, ToDtype) else one for one in each]
+            for name, each in leading.items()
+        }
+        return self._data.with_transform(of_samples) if any(of_samples.values()) else self._data
+
+    def collate_fn(self, samples: Any) -> tuple[Any, ...]:
+        """Make a batch of this loader from samples of its `dataset`, on its device."""
+        return self._maker.finish(tuple(each.to(self._device) for each in collate(samples)))
+
+    @property
+    def batch_size(self) -> int | None:
+        """Number of samples in a batch; None if batches are limited by ``batch_elements`` only."""
+        order = self._template
+        return order.max_samples if isinstance(order, LengthOrder) else order.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether an incomplete last batch is left out."""
+        return self._template.drop_last
+
+    @property
+    def num_workers(self) -> int:
+        """0, because threads of this process read."""
+        return 0
+
+    @property
+    def sampler(self) -> Any:
+        """The `batch_sampler` or, if samples are not shuffled, a sampler that also PyTorch takes for sequential."""
+        return self.batch_sampler if self._template.shuffle else _InFileOrder(self)
 
     @property
     def read_ahead_samples(self) -> int:
@@ -350,6 +395,14 @@ class ChunkLoader(Resumable):
             f"ChunkLoader({str(source.reader.path)!r} to {self._device}: {len(self)} batches of {order.batch_text}; "
             f"{self._budget.describe(order, self._plan)}{echo}; {source.describe(order)}{decoders})"
         )
+
+
+class _InFileOrder(SequentialSampler):
+    """The sampler of a loader that does not shuffle. Lightning's ``overfit_batches`` needs this class."""
+
+    def __init__(self, loader: ChunkLoader) -> None:
+        super().__init__(loader.dataset)
+        self.set_epoch = loader.set_epoch
 
 
 def _check_sampler(sampler: ChunkSampler, dataset: ChunkDataset, options: Mapping[str, Any]) -> None:

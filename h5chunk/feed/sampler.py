@@ -295,7 +295,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
 
     @property
     def batch_size(self) -> int:
-        """Not available, because code that reads it, such as Accelerate's ``prepare``, divides batches among ranks.
+        """Not available, because code that reads it, such as Accelerate or Lightning, divides batches among ranks.
 
         Raises
         ------
@@ -307,7 +307,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             raise OptionError(
                 f"this sampler has already divided the samples among {order.world_size} ranks, and other code, such as "
                 "Accelerate's prepare(), is about to divide them again: pass rank=0, world_size=1 to the sampler, "
-                "or leave the DataLoader out of prepare()"
+                "or leave the DataLoader out of prepare(); for Lightning, pass Trainer(use_distributed_sampler=False)"
             )
         raise AttributeError("batch_size")
 

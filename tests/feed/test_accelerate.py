@@ -18,6 +18,7 @@ from h5chunk.errors import OptionError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.transforms import Normalize, ToDtype
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -147,3 +148,21 @@ def test_a_chunkloader_is_registered(path, tmp_path):
             accelerator.load_state(tmp_path / f"{epoch}-{cut}")
             assert seen + labels_of(loader) == epochs[epoch]
             assert labels_of(loader) == epochs[epoch + 1]
+
+
+def brighter(batch: torch.Tensor) -> torch.Tensor:
+    """A function of a batch."""
+    return batch + batch.mean()
+
+
+def test_the_first_batches_of_a_loader_are_skipped(path):
+    """As transformers' Trainer does to resume: through a DataLoader, with all transforms."""
+    transforms = [Normalize(100, 50), ToDtype(torch.float32, channels_last=True), brighter]
+    order = ChunkSampler(ChunkDataset(path), 16, **ORDER)
+    with ChunkLoader(path, sampler=order, transforms=transforms) as loader:
+        epochs = [[[field.clone() for field in batch] for batch in loader] for _ in range(3)]
+        loader.set_epoch(1)
+        rest = accelerate.skip_first_batches(loader, 4)
+        for batches, expected in ((rest, epochs[1][4:]), (loader, epochs[2])):
+            for batch, wanted in zip(batches, expected, strict=True):
+                assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in zip(batch, wanted, strict=True))

@@ -362,3 +362,15 @@ def test_a_small_file_that_claims_to_be_huge_is_an_error(tmp_path, progressive):
     (tmp_path / "photos" / "1.jpg").write_bytes(h5py.File(bomb)["images/data"][()].tobytes())
     with pytest.raises(H5ChunkError, match=r"1\.jpg: has more pixels than the limit"):
         h5chunk.convert(tmp_path / "photos", tmp_path / "b.h5", keep_encoded=True)
+
+
+@pytest.mark.parametrize("form", ["kept", "raw"])
+def test_images_have_no_values(form, request):
+    dataset = h5chunk.ChunkDataset(request.getfixturevalue(form))
+    for use in (
+        lambda: dataset.values("images"),
+        lambda: h5chunk.ChunkSampler(dataset, 4, weights="images"),
+        lambda: dataset.split((0.5, 0.5), stratify="images"),
+    ):
+        with pytest.raises(FieldError, match="field 'images' has samples that differ in size: name a field with one"):
+            use()

@@ -173,6 +173,20 @@ def test_a_collate_fn_may_change_its_list(path, num_workers):
         assert labels.tolist() == [falling[0], falling[2], *falling[2:], falling[0]]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_as_dicts(path, num_workers):
+    dataset = ChunkDataset(path, fields={"pixel_values": "images", "labels": "labels"})
+    context = "fork" if num_workers else None
+
+    def as_dict(batch):
+        return dict(zip(dataset.fields, h5chunk.collate(batch), strict=True))
+
+    loader = DataLoader(dataset, 16, num_workers=num_workers, multiprocessing_context=context, collate_fn=as_dict)
+    for first, batch in zip(range(0, N, 16), loader, strict=True):
+        expected = dataset[first : first + 16]
+        assert batch["pixel_values"].equal(expected[0]) and batch["labels"].equal(expected[1])
+
+
 class Own(ChunkDataset):
     """With samples of its own."""
 

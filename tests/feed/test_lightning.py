@@ -315,7 +315,7 @@ def test_what_cannot_be(path, options, message):
 def test_threads_end_with_the_training(path, tmp_path):
     data = make_module(path)
     fit(tmp_path, data, max_epochs=1)
-    assert data._loaders == []
+    assert not data._loaders
 
 
 def test_without_lightning(monkeypatch):
@@ -324,3 +324,46 @@ def test_without_lightning(monkeypatch):
     monkeypatch.delitem(sys.modules, "h5chunk.lightning")
     with pytest.raises(ImportError, match=r'needs Lightning: pip install "h5chunk\[lightning\]"'):
         importlib.import_module("h5chunk.lightning")
+
+
+def test_overfitting_uses_the_same_batches_in_each_epoch(path, tmp_path):
+    """Or says why it cannot."""
+
+    def epochs(data: Any) -> list[list[list[int]]]:
+        seen = fit(tmp_path, data, overfit_batches=2).seen
+        return [[labels for at, _, labels in seen if at == epoch] for epoch in range(3)]
+
+    first, *others = epochs(ChunkLoader(path, 16, shuffle=False))
+    assert first == [list(range(16)), list(range(16, 32))] and others == [first, first]
+    data = ChunkDataModule(path, 16, split=(0.8, 0.2))
+    with pytest.warns(UserWarning, match="overfit_batches: training samples are not shuffled"):
+        first, *others = epochs(data)
+    assert others == [first, first]
+    loader = ChunkLoader(path, 16)
+    with pytest.raises(ValueError, match=r"ChunkLoader.*needs to subclass"):
+        fit(tmp_path, loader, overfit_batches=2)
+    loader.close()
+
+
+def test_loaders_that_were_replaced_are_closed(path, tmp_path):
+    made: list[ChunkLoader] = []
+
+    class Noted(ChunkDataModule):
+        def train_dataloader(self) -> ChunkLoader:
+            new = super().train_dataloader()
+            assert all(loader._feed is None for loader in made)
+            made.append(new)
+            return new
+
+    model = fit(tmp_path, Noted(path, 16, split=(0.8, 0.2)), reload_dataloaders_every_n_epochs=1)
+    assert len(made) == 3 and all(loader._feed is None for loader in made)
+    epochs = [[label for at, _, labels in model.seen if at == epoch for label in labels] for epoch in range(3)]
+    assert all(sorted(each) == sorted(epochs[0]) for each in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_a_divided_chunk_sampler_names_the_trainers_option(path):
+    dataset = ChunkDataset(path)
+    sampler = ChunkSampler(dataset, 16, rank=0, world_size=2)
+    with pytest.raises(OptionError, match=r"for Lightning, pass Trainer\(use_distributed_sampler=False\)"):
+        sampler.batch_size  # noqa: B018

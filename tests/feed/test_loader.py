@@ -1088,3 +1088,21 @@ def test_a_closed_loader_can_be_iterated_again(path):
     loader.close()
     assert sum(len(images) for images, *_ in loader) == first
     loader.close()
+
+
+def test_what_training_scripts_read_of_a_dataloader(path):
+    """As a DataLoader with the same arguments has it."""
+    dataset = ChunkDataset(path)
+    with ChunkLoader(dataset, 16, drop_last=True) as loader:
+        assert loader.dataset is dataset and len(loader.dataset) == N
+        assert (loader.batch_size, loader.drop_last, loader.num_workers) == (16, True, 0)
+        assert loader.sampler is loader.batch_sampler and len(loader.sampler) == len(loader) == N // 16
+        loader.sampler.set_epoch(3)
+        assert loader.order.epoch == 3
+    with ChunkLoader(path, 16, shuffle=False, transforms=[Normalize(MEAN, STD), torch.abs]) as loader:
+        batch = next(iter(loader))
+        assert isinstance(loader.sampler, torch.utils.data.SequentialSampler)
+        found = loader.collate_fn(loader.dataset.__getitems__(range(16)))
+        assert torch.allclose(found[0], batch[0], atol=1e-5) and found[1].equal(batch[1])
+        loader.sampler.set_epoch(2)
+        assert loader.order.epoch == 2
