@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from support.pictures import pixels
 
 PRELOAD = ["torch.distributed", "torch._dynamo", "torch.nn.parallel", "h5chunk.feed.loader", "h5chunk.feed.sampler"]
 multiprocessing.set_forkserver_preload(PRELOAD)  # imported once, for all workers that tests start by forkserver
+os.environ.pop("COLUMNS", None)  # which xdist sets: reports would be wrapped
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # as in the background of a shell; tests and their children send it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -114,7 +115,7 @@ def show_report(call: Callable[[], Any], quiet: bool, as_json: bool) -> Any:
     except H5ChunkError as error:
         failure, report = error, error.report
     if report is not None and (as_json or not quiet):
-        click.echo(report.to_json() if as_json else str(report))
+        click.echo(report.to_json() if as_json else report.text(terminal_width()))
     if failure is not None:
         raise failure
     return report
@@ -129,6 +130,11 @@ def _given_options() -> dict[str, Any]:
         if isinstance(parameter, click.Option) and not is_default:
             options |= {name.removeprefix("no_"): False} if name.startswith("no_") else {name: context.params[name]}
     return options
+
+
+def terminal_width() -> int:
+    """Return the width of the terminal, or of COLUMNS; 0 if standard output is a file or pipe, which has no limit."""
+    return shutil.get_terminal_size((0, 0)).columns
 
 
 def note(line: str) -> None:

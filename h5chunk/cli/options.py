@@ -126,12 +126,14 @@ trusted = option(
 
 def source_format(kinds: Collection[str]) -> Decorator:
     """Return the option ``--format``, which accepts these kinds of sources."""
+    names = sorted({*kinds} - {"mapping"})  # a mapping is not a path
     return option(
         "--format",
-        type=click.Choice(sorted({*kinds} - {"mapping"})),  # a mapping is not a path
+        type=click.Choice(names),
+        metavar="KIND",
         heading=SOURCE,
         show_default="detected from its name and first bytes",
-        help="Kind of SOURCE.",
+        help=f"Kind of SOURCE: {', '.join(names[:-1])} or {names[-1]}.",
     )
 
 

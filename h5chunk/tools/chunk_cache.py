@@ -14,6 +14,7 @@ from h5chunk.plan.order import INTERLEAVE
 from h5chunk.source import shape_text
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.recommendation import read_recommendation
+from h5chunk.tools.report import code
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class ChunkCacheInfo:
         if self.chunks is None:
             return ["chunks none: the data is contiguous, so that a sample is read without a chunk cache"]
         chunks = f"chunks {shape_text(self.chunks)}: {self.reason}"
-        return [chunks, f"chunk cache {self.text}", f"for readers with h5py: {self.code}"]
+        return [chunks, f"chunk cache {self.text}", f"for readers with h5py: {code(self.code)}"]
 
     @property
     def text(self) -> str:
@@ -57,8 +58,8 @@ def describe_cache(path: str, grid: ChunkGrid, cache: CacheSettings, reason: str
     """
     settings = f", rdcc_nbytes={cache.nbytes}, rdcc_nslots={cache.nslots}, rdcc_w0={cache.w0}" if grid.chunks else ""
     in_order, at_random = (mean_hits(grid, cache.nslots, cache.nbytes, is_shuffled) for is_shuffled in (False, True))
-    code = f"h5py.File({path}{settings})"
-    return ChunkCacheInfo(grid.chunks, reason or chunk_reason(grid), cache, in_order, at_random, code)
+    call = f"h5py.File({path}{settings})"
+    return ChunkCacheInfo(grid.chunks, reason or chunk_reason(grid), cache, in_order, at_random, call)
 
 
 def cache_of_file(

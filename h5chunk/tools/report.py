@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -46,11 +48,41 @@ def values_text(dtype: str, scale: float) -> str:
     return f"stored as {dtype}" if scale == 1 else f"stored times {scale:g} as {dtype}"
 
 
+UNBROKEN = "\0"  # stands for a space at which `wrap` breaks no line; neither names in files nor paths can contain it
+HANGING = 20  # columns that must be left for the last column of a table, so that its lines continue below it
+
+
+def code(text: str) -> str:
+    """Mark code, or a command, in a line of a report, so that it can be copied even if the line is wrapped."""
+    return text.replace(" ", UNBROKEN)
+
+
+def wrap(line: str, width: int) -> list[str]:
+    """Break a line at spaces into lines of at most ``width`` characters, if possible; 0 means that there is no limit.
+
+    Further lines are indented like the last column of a table, or by two more spaces than the first line.
+
+    >>> wrap("  note: see the file", 14), wrap("name  a b c", 9), wrap(code("import h5chunk"), 5)
+    (['  note: see', '    the file'], ['name  a b', '  c'], ['import\\x00h5chunk'])
+    """
+    if not width or len(line) <= width:
+        return [line]
+    text = line.lstrip()
+    start = len(line) - len(text)
+    indent = start + 2
+    column = max((gap.end() for gap in re.finditer(r"(?<=\S) {2,}", line)), default=0)
+    if indent < column <= width - HANGING:
+        indent = column
+    indents: dict[str, Any] = {"initial_indent": " " * start, "subsequent_indent": " " * indent}
+    return textwrap.wrap(text, width, **indents, break_long_words=False, break_on_hyphens=False)
+
+
 class Report:
     """Base class of the dataclasses that commands print.
 
-    A subclass implements `lines`, in which names from files are not escaped. ``str()`` escapes control characters in
-    each line, so that names cannot break lines or control a terminal; ``to_json()`` keeps them.
+    A subclass implements `lines`, in which names from files are not escaped, and `code` marks what may be copied.
+    ``str()`` escapes control characters in each line, so that names cannot break lines or control a terminal;
+    ``to_json()`` keeps them.
     """
 
     def lines(self) -> Iterable[str]:
@@ -61,8 +93,16 @@ class Report:
         """Return the values of the report by name, for `to_json`."""
         return asdict(self)  # type: ignore[call-overload]
 
+    def text(self, width: int = 0) -> str:
+        """Return the report as text, with lines of at most ``width`` characters; 0 means that there is no limit.
+
+        Code and commands are not broken.
+        """
+        escaped = (UNBROKEN.join(map(printable, line.split(UNBROKEN))) for line in self.lines())
+        return "\n".join(part for line in escaped for part in wrap(line, width)).replace(UNBROKEN, " ")
+
     def __str__(self) -> str:
-        return "\n".join(map(printable, self.lines()))
+        return self.text()
 
     def to_json(self) -> str:
         """Return the report as one JSON object."""

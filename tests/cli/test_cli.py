@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from support.commands import check_error, on_terminal, run
 from support.faults import failure, watch
+from support.foreign import make_file
 
 import h5chunk
+from h5chunk.cli import main
 
 Make = Callable[..., Path]
 
@@ -207,3 +211,37 @@ def test_one_number_is_the_size_of_a_square(tmp_path, size):
     Image.new("RGB", (10, 20)).save(tmp_path / "photos" / "a.png")
     result = run("convert", tmp_path / "photos", tmp_path / "a.h5", "--size", size, "--fit", "stretch", "--json")
     assert result.exit_code == 0 and json.loads(result.stdout)["sample_shape"] == [3, 8, 8]
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    labels = np.arange(2000) % 5, {"chunks": (2000,)}
+    images = np.zeros((2000, 64, 64, 3), "u1"), {"chunks": (500, 8, 8, 1), "compression": "gzip"}
+    return make_file(tmp_path / "f.h5", **{"data/images": images, "data/labels": labels})
+
+
+@pytest.mark.parametrize(
+    "arguments", [["info"], ["bench", "--budget", "200ms", "--fields", "data/images"], ["tune", "--budget", "200ms"]]
+)
+def test_reports_fit_the_terminal_but_code_and_commands_stay_whole(foreign, arguments, monkeypatch):
+    monkeypatch.chdir(foreign.parent)
+    command, *options = arguments
+    if command == "tune":
+        options += ["--fields", "data/images", "--fields", "data/labels"]
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = run(command, foreign.name, *options).stdout.splitlines()
+    is_code = re.compile(r" *(import|data =|loader =|h5chunk repack|h5py\.File).*")
+    assert max(len(line) for line in narrow if not is_code.fullmatch(line)) <= 60
+    assert all(
+        line.count("(") == line.count(")") for line in narrow if line.lstrip().startswith(("data =", "loader ="))
+    )
+    monkeypatch.delenv("COLUMNS")
+    wide = run(command, foreign.name, *options).stdout.splitlines()  # not a terminal: lines are not wrapped
+    assert len(wide) < len(narrow) and max(map(len, wide)) > 80
+
+
+@pytest.mark.parametrize("command", ["", *sorted(main.commands)])
+def test_help_fits_the_terminal(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run(*command.split(), "--help").stdout.splitlines()
+    assert max(map(len, lines)) <= 80

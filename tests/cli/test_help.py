@@ -78,7 +78,7 @@ def test_options_of_the_same_name_look_the_same() -> None:
         context = click.Context(main.commands[name])
         for option in own_options(name):
             shown.setdefault(option.opts[0], set()).add(option.make_metavar(context))
-    assert {option for option, metavars in shown.items() if len(metavars) > 1} == {"--compression", "--format"}
+    assert {option for option, metavars in shown.items() if len(metavars) > 1} == {"--compression"}
 
 
 def test_append_offers_no_kinds_of_matrices() -> None:

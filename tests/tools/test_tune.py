@@ -46,7 +46,6 @@ from h5chunk.tools.model.settings import (
 )
 from h5chunk.tools.progress import TimeBudget
 from h5chunk.tools.repack.options import RepackOptions, read_tuned
-from h5chunk.tools.tune.report import WIDTH
 from h5chunk.tools.tune.search import IN_PLACE, MAX_TURNS, NEW, PLAIN, TODAY, TURNS_SHARE, Search
 from h5chunk.tools.tune.study import BATCH_BYTES, SAMPLE_BYTES, samples_to_measure
 
@@ -304,8 +303,8 @@ def test_a_report_fits_its_width(tmp_path):
     """But for commands."""
     options = {"chunks": (N // 2, 2, 5, 5), "compression": "gzip"}
     path = images_file(tmp_path / "a.h5", np.arange(N) // 60, **options)
-    text = str(h5chunk.tune(path, group_by="labels", **QUICK))
-    long = [line for line in text.splitlines() if len(line) > WIDTH]
+    text = h5chunk.tune(path, group_by="labels", **QUICK).text(80)
+    long = [line for line in text.splitlines() if len(line) > 80]
     assert [
         line
         for line in long

@@ -36,14 +36,15 @@ def convert(source: str, output: str, **options: Any) -> None:
     SOURCE contains one of these:
 
     \b
-    - images: a folder with one folder per class, a flat folder, or folders images/
-      and masks/ with files of the same names; any of these may be a .zip or .tar
+    - images: a folder with one folder per class, a flat folder, or folders
+      images/ and masks/ with files of the same names; any of these may be a
+      .zip or .tar
     - arrays: .npy or .npz
     - a table: .parquet, or delimited text such as .csv
     - a dataset or group per sample, in an HDF5 file (with --samples)
-    - a sparse matrix: ratings.csv or other lines of row, column and value, .npz of
-      SciPy, .mtx, libsvm, .h5ad, 10x .h5, a folder of 10x, or a folder or quoted
-      pattern of .h5ad files
+    - a sparse matrix: ratings.csv or other lines of row, column and value,
+      .npz of SciPy, .mtx, libsvm, .h5ad, 10x .h5, a folder of 10x, or a folder
+      or quoted pattern of .h5ad files
 
     If SOURCE is a URL (s3://, gs://, az://, https://), it is first downloaded to a hidden folder beside OUTPUT.
 

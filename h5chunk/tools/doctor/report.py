@@ -17,7 +17,7 @@ from h5chunk.tools.report import Report
 
 SHOWN_FIXES = 5
 SHOWN_LINES = 4  # of a loop without a loader
-BAR = 24  # characters of a full bar
+BAR = 16  # characters of a full bar
 
 
 @dataclass(frozen=True)

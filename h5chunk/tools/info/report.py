@@ -17,7 +17,7 @@ from h5chunk.store.format.statistics import FieldStatistics, merged
 from h5chunk.tools.chunk_cache import ChunkCacheInfo
 from h5chunk.tools.info.conventions import Packing
 from h5chunk.tools.info.summary import IMAGES, SINGLE, summarise
-from h5chunk.tools.report import Report, list_some, shell_command, values_text
+from h5chunk.tools.report import Report, code, list_some, shell_command, values_text
 
 SHOWN, SHOWN_REFUSED = 20, 5  # maximum number of files, and of refused datasets, in the text; JSON lists all
 SHOWN_PACKED = 6
@@ -184,7 +184,7 @@ class FileInfo(Report):
             samples = count_text(self.header.num_samples, "sample")
             origin = f"h5chunk format {self.header.format_version}, {samples}, {order}"
         lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {origin}"]
-        lines += [f"    {line}" for line in self.code]
+        lines += [f"    {code(line)}" for line in self.code]
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  {line}" for line in (self.chunk_cache.lines() if self.chunk_cache else ())]
         if self.header and self.header.class_names:
@@ -230,11 +230,13 @@ class FileInfo(Report):
         cut = [dataset for dataset in fields if dataset.is_cut]
         if cut and any("*" in name for name in self.fields):
             command = shell_command(["h5chunk", "tune", self.path, "--window", "10"])
-            lines.append(f"{command} says which chunks are better for windows of 10 time steps")
+            lines.append(f"{code(command)} says which chunks are better for windows of 10 time steps")
         elif cut and not self.refused:
             largest = max(cut, key=lambda dataset: dataset.stored_bytes)
             command = shell_command(["h5chunk", "repack", self.path, "NEW.h5", "--fields", largest.name])
-            lines.append(f"{command} stores complete samples in each chunk of it and of all fields of this length")
+            lines.append(
+                f"{code(command)} stores complete samples in each chunk of it and of all fields of this length"
+            )
         return lines
 
 
@@ -290,7 +292,7 @@ class FolderInfo(Report):
         files = count_text(len(self.files) + len(self.broken), "file")
         layout = f", {self.layout}" if self.layout else ""
         lines = [f"{self.path}: {files}, {human_bytes(self.num_bytes)}{layout}"]
-        lines += [f"    {line}" for line in self.code]
+        lines += [f"    {code(line)}" for line in self.code]
         lines += [f"  note: {note}" for note in self.notes]
         if self.mismatch:
             lines.append(f"  not one data set: {self.mismatch}")

@@ -18,7 +18,7 @@ from h5chunk.tools.info.info import info
 from h5chunk.tools.info.layouts import MAX_FIELDS, loader_code, recognise
 from h5chunk.tools.info.report import DatasetInfo, FileInfo
 from h5chunk.tools.repack.plan import COMPRESSIONS
-from h5chunk.tools.report import Report, python_text, shell_command
+from h5chunk.tools.report import Report, code, python_text, shell_command
 
 WORTH = 1.3  # factor by which better chunks must reduce the decoded bytes to be recommended
 SMALL_BYTES = 1 << 20  # similar datasets of time steps with a smaller total size are not reported
@@ -48,7 +48,7 @@ class ChunkAdvice(Report):
             f"chunks of {shape_text(self.chunks)} ({human_bytes(self.chunk_bytes)})" if self.chunks else "no chunks"
         )
         costs = f"{self.alone:.2f} x the bytes they use, or {self.together:.2f} x if they read neighbours together"
-        better = f"    {self.command} reduces this to {self.best_alone:.2f} x and {self.best_together:.2f} x"
+        better = f"    {code(self.command)} reduces this to {self.best_alone:.2f} x and {self.best_together:.2f} x"
         return [f"{self.dataset}  with {chunks}, readers decode {costs}", *([better] if self.command else [])]
 
 
@@ -66,7 +66,7 @@ class ChunkRecommendation(Report):
         none = f"no compressed data of more than {human_bytes(SMALL_BYTES)} has such windows: keep all chunks"
         return [
             f"{self.path}: chunks for {self.purpose}",
-            *(f"    {line}" for line in self.code),
+            *(f"    {code(line)}" for line in self.code),
             *(f"  {line}" for line in listed or [none]),
         ]
 

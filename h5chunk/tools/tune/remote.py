@@ -13,7 +13,7 @@ from h5chunk.tools.measure.checks import check_samples
 from h5chunk.tools.measure.machine import NotMeasured, library_versions
 from h5chunk.tools.measure.store import StoreRequests, loader_rate
 from h5chunk.tools.progress import TimeBudget
-from h5chunk.tools.report import Report, shell_command
+from h5chunk.tools.report import Report, code, shell_command
 
 REQUESTS = (16, 64, 256)  # numbers of concurrent requests to try
 CHUNK_BYTES = (256 << 10, 1 << 20, 4 << 20)  # chunk sizes to try besides that of the file
@@ -74,7 +74,7 @@ class StoreRecommendation(Report):
         window = count_text(self.window_chunks, "chunk")
         lines = [
             self.headline(),
-            *(f"    {line}" for line in (*self.commands, *self.code)),
+            *(f"    {code(line)}" for line in (*self.commands, *self.code)),
             "",
             f"{self.path}: a small request takes {1000 * self.latency_s:.0f} ms; concurrent requests reach "
             f"{_rate(self.best_bytes_per_s)}",

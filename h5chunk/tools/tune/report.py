@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from h5chunk.errors import count_text, human_bytes, printable
+from h5chunk.errors import count_text, human_bytes
 from h5chunk.tools.model.ratio import Ratio
 from h5chunk.tools.model.settings import Setting, Trial
-from h5chunk.tools.report import Report
+from h5chunk.tools.report import Report, code
 from h5chunk.tools.tune.advice import Advice
 from h5chunk.tools.tune.search import NEW, TODAY, WORTH_FILE
 
 Triple = tuple[int, int, float]
 
-WIDTH = 100  # width of the lines of a report, except commands
 UNSURE = 4.0  # an interval whose upper end is this many times its lower end is not shown
 
 
@@ -33,10 +31,10 @@ class TuneRow:
 
     def lines(self, batch_size: int) -> list[str]:
         times = "" if self.times is None else str(self.times)
-        lines = [f"{self.name:24s}{self.rate:>12,.0f}  {times:30s}{human_bytes(self.memory_bytes):>10s}"]
-        if self.effective_batch is not None:
-            lines[0] += f"{f'{self.effective_batch:.0f} of {batch_size}':>17s}"
-        return [*lines, *_wrapped(self.description, "    ", "    ")]
+        row = f"{self.name:24s}{self.rate:>12,.0f}  {times:30s}{human_bytes(self.memory_bytes):>10s}"
+        mixing = self.effective_batch
+        effective = "" if mixing is None else f"; effective batch: {mixing:.0f} of {batch_size}"
+        return [row, f"    {self.description}{effective}"]
 
 
 @dataclass(frozen=True)
@@ -106,24 +104,23 @@ class Recommendation(Report):
 
     def lines(self) -> list[str]:
         size = human_bytes(self.sample_bytes)
-        mixing = f"{'effective batch':>17s}" if self.row(TODAY).effective_batch is not None else ""
         lines = [
-            *_wrapped(self.headline(), "", "    "),
-            *(f"    {line}" for line in (*self.commands, *self.code)),
+            self.headline(),
+            *(f"    {code(line)}" for line in (*self.commands, *self.code)),
             "",
             f"{self.path}: {self.num_samples:,} samples of {size}, batches of {self.batch_size} to {self.device}",
-            f"{'':24s}{'samples/s':>12s}  {'against today':30s}{'memory':>10s}{mixing}",
+            f"{'':24s}{'samples/s':>12s}  {'against today':30s}{'memory':>10s}",
         ]
         for row in self.rows:
             lines += row.lines(self.batch_size)
-        head = "advice for other readers: " if self.no_gain_reason else "advice: "
+        head = "advice: " if self.chosen == NEW else "advice for other readers, such as plain h5py: "
         for advice in self.advice:
-            lines += [*_wrapped(f"{advice.code}: {advice.message}:", head), f"{'':8s}{advice.remedy}"]
+            lines += [f"{head}{advice.code}: {advice.message}:", f"{'':8s}{code(advice.remedy)}"]
         lines += self._stored()
-        for note in self.notes:
-            lines += _wrapped(note, "note: ")
+        lines += [f"note: {note}" for note in self.notes]
         measurement = (
-            f"{self.num_turns} turns on {self.num_measured:,} samples in the page cache, {self.seconds:.0f} s in all"
+            f"{count_text(self.num_turns, 'turn')} on {count_text(self.num_measured, 'sample')} in the page cache, "
+            f"{self.seconds:.0f} s in all"
         )
         return [*lines, f"measured in {measurement}; 95 % of turns are in the brackets"]
 
@@ -165,12 +162,4 @@ class Recommendation(Report):
             f"stored in {self.applied}: {windows}, and {cache}. h5chunk's readers use both until you delete this file; "
             "nothing else was changed"
         )
-        return _wrapped(text, "")
-
-
-def _wrapped(text: str, head: str, indent: str = "        ") -> list[str]:
-    """Wrap a text into lines of at most WIDTH, without breaking paths."""
-    text = printable(text)  # wrapping would turn line breaks into spaces
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=head, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+        return [text]
