@@ -122,7 +122,7 @@ class TableSource(Samples):
             self._readers = {largest: lambda index: values[index, ...]}
         first = [] if options.vector is None else [options.vector]
         names = [*first, *(name for name in names if name in self.columns or name in self._readers)]
-        self.categories = {name: words for name, words in self._categories.items() if words}
+        self.categories = {name: words for name, words in self._categories.items() if words and name in names}
         self.options = {**options.recorded(), "fields": list(dict.fromkeys(names))}
         gaps = [f"{count_text(count, 'missing value')} of {name!r} became NaN" for name, count in self._gaps.items()]
         if len(gaps) > MAX_NAMES:

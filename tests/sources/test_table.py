@@ -78,6 +78,16 @@ def test_every_column_is_in_the_file(tmp_path: Path, images: str, workers: int) 
         h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", chunk_samples=4)
 
 
+def test_classes_of_a_column_that_is_left_out_are_no_obstacle_to_append(tmp_path: Path) -> None:
+    pq.write_table(table(), tmp_path / "t.parquet")
+    h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", columns=["image", "text"])
+    with h5py.File(tmp_path / "x.h5", "r+") as file:
+        assert "categories" not in file["h5chunk"]
+        file["h5chunk/categories/label"] = np.array([b"a", b"b"])  # as earlier versions wrote
+    h5chunk.append(tmp_path / "x.h5", tmp_path / "t.parquet", columns=["image", "text"])
+    assert len(h5chunk.ChunkDataset(tmp_path / "x.h5")) == 2 * COUNT and h5chunk.verify(tmp_path / "x.h5").ok
+
+
 def test_a_folder_of_tables(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     pq.write_table(table().slice(0, 11), tmp_path / "data" / "a.parquet")

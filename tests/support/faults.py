@@ -23,6 +23,7 @@ CONSTANTS = {
     "flush_interval_s": "store.write.new_file.FLUSH_INTERVAL_S",
     "free_bytes": "sources.matrix.numpy.FREE_BYTES",
     "idle_s": "store.hdf5.child.IDLE_S",
+    "image_chunk_bytes": "store.write.any_size.CHUNK_BYTES",
     "index_chunk_bytes": "plan.csr.INDEX_CHUNK_BYTES",
     "kept_bytes": "feed.budget.KEPT_BYTES",
     "kept_chunks": "store.read.direct.KEPT_CHUNKS",

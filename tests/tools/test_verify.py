@@ -7,13 +7,16 @@ import os
 import shutil
 from pathlib import Path
 
+import anndata
 import h5py
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.sparse
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from support.csr_files import write_csr
 from support.faults import small
 from support.flipped_bits import flip, places
@@ -22,7 +25,7 @@ from support.matrix_files import write_h5ad
 
 import h5chunk
 from h5chunk.cli import main
-from h5chunk.errors import FileError
+from h5chunk.errors import FieldError, FileError, OptionError
 from h5chunk.tools.repack.repack import repack
 
 QUIET = {"workers": 0}
@@ -316,6 +319,17 @@ def test_bytes_that_the_disk_does_not_give(images: Path, monkeypatch) -> None:
     assert [(each.field, each.chunk, each.problem) for each in report.bad] == [("images", 2, "Input/output error")]
 
 
+def test_labels_without_a_class(tmp_path: Path) -> None:
+    """A code of -1 is no class, in files of AnnData and of data sets in Python alike."""
+    categories = pd.Categorical([None, "a", "b", "a", "b"] * 10)
+    obs = pd.DataFrame({"labels": categories}, index=[f"cell {i}" for i in range(50)])
+    cells = anndata.AnnData(scipy.sparse.random(50, 20, 0.2, "csr", np.float32), obs)
+    cells.write_h5ad(tmp_path / "m.h5ad")
+    h5chunk.convert(tmp_path / "m.h5ad", tmp_path / "m.h5")
+    data = h5chunk.ChunkDataset(tmp_path / "m.h5", fields=["labels"])
+    assert min(int(data[i][0]) for i in range(50)) == -1 and h5chunk.verify(tmp_path / "m.h5").ok
+
+
 # Repairing
 
 
@@ -328,7 +342,6 @@ def test_only_what_gives_the_checksum_is_written(images: Path, source: Path) -> 
         ends = [0, *file["h5chunk/source_name_ends"][:]]
         name = bytes(file["h5chunk/source_names"][ends[4] : ends[5]]).decode()
     kept = (source / name).read_bytes()
-    from PIL import Image
     from support.pictures import pixels
 
     Image.fromarray(pixels(999)).save(source / name)
@@ -378,6 +391,90 @@ def test_what_cannot_be_repaired(tmp_path: Path, source: Path) -> None:
     with pytest.raises(FileError, match="was not written by h5chunk"):
         h5chunk.verify(other, repair=source)
     assert path.read_bytes() == damaged
+
+
+@pytest.mark.parametrize(
+    "options", [{"keep_encoded": True}, {"keep_size": True}, {"keep_encoded": True, "max_side": 20}]
+)
+def test_kept_images_and_their_tables(tmp_path: Path, monkeypatch, options: dict[str, object]) -> None:
+    small(monkeypatch, image_chunk_bytes=1000)
+    rng = np.random.default_rng(0)
+    for number in range(12):
+        path = tmp_path / f"photos/class{number % 3}/{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (10 + number, 30 - number, 3), np.uint8)).save(path)
+    h5chunk.convert(tmp_path / "photos", tmp_path / "a.h5", **options, **QUIET)
+    whole = (tmp_path / "a.h5").read_bytes()
+    with h5py.File(tmp_path / "a.h5") as file:
+        data = file["images/data"]
+        assert data.id.get_num_chunks() > 3
+        places = [data.id.get_chunk_info(number).byte_offset for number in (0, 2, data.id.get_num_chunks() - 1)]
+        places += [file[f"images/{name}"].id.get_offset() for name in ("offsets", "heights", "widths", "orientations")]
+    for offset in places:
+        flip(tmp_path / "a.h5", offset)
+    report = h5chunk.verify(tmp_path / "a.h5", repair=tmp_path / "photos")
+    assert report.ok and len(report.repaired) == 7 and (tmp_path / "a.h5").read_bytes() == whole
+
+
+# Accepting
+
+
+def change(path: Path, name: str, row: int, value: object) -> None:
+    with h5py.File(path, "r+") as file:
+        file[name][row] = value
+
+
+def test_values_changed_on_purpose_are_accepted(images: Path) -> None:
+    change(images, "labels", 4, (int(h5chunk.ChunkDataset(images)[4][1]) + 1) % 3)
+    change(images, "images", 0, 3)
+    report = h5chunk.verify(images)
+    assert "on purpose, h5chunk verify" in str(report) and "--accept images --accept labels" in str(report)
+    report = h5chunk.verify(images, accept=["labels"])
+    assert report.accepted == ("labels: 1 of 7 chunks had changed",) and {each.field for each in report.bad} == {
+        "images"
+    }
+    result = CliRunner().invoke(main, ["verify", str(images), "--accept", "images"])
+    assert result.exit_code == 0 and "accepted: images: 1 of 7 chunks had changed" in result.output
+    assert len(list(h5chunk.ChunkDataset(images, checksums="always"))) == 20
+
+
+def test_a_renamed_field_is_missed_and_accepted(images: Path) -> None:
+    with h5py.File(images, "r+") as file:
+        file.move("labels", "targets")
+    assert "no such dataset: was it renamed?" in str(h5chunk.verify(images))
+    assert "'labels'" in str(h5chunk.info(images).notes)
+    for checksums in ("first", "always"):
+        with pytest.raises(OptionError, match="has checksums of 'labels', which does not exist"):
+            h5chunk.ChunkDataset(images, checksums=checksums)
+    assert h5chunk.ChunkDataset(images, fields=["images"], checksums="first")[0][0].shape
+    report = h5chunk.verify(images, accept=["labels", "targets"])
+    assert report.ok and set(report.accepted) == {
+        "labels no longer exists, so its checksums are deleted", "targets: 7 of 7 chunks had no checksums"
+    }  # fmt: skip
+    assert sorted(path.name for path in images.parent.iterdir()) == ["a.h5", "photos"]
+    assert len(h5chunk.ChunkDataset(images, fields=["images", "targets"], checksums="always")) == 20
+
+
+def test_what_is_wrong_is_not_accepted(images: Path) -> None:
+    change(images, "labels", 4, 9)
+    with pytest.raises(
+        FileError, match="only if the structure of the file is right, but labels: sample 4 has the label 9"
+    ):
+        h5chunk.verify(images, accept=["labels"])
+    change(images, "labels", 4, 0)
+    with pytest.raises(FieldError, match="has no field 'nope', and no checksums of one"):
+        h5chunk.verify(images, accept=["nope"])
+    with pytest.raises(OptionError, match="accept reads all chunks"):
+        h5chunk.verify(images, accept=["labels"], quick=True)
+    with h5py.File(images, "r+") as file:
+        del file["labels"]
+        file["labels"] = np.zeros(20, int)
+    with pytest.raises(FileError, match=r"labels has the shape .*delete h5chunk/checksums/NAME, and write another"):
+        h5chunk.verify(images, accept=["labels"])
+    with h5py.File(images, "r+") as file:
+        del file["h5chunk/checksums/labels"]
+    h5chunk.repack(images, images.with_name("b.h5"))
+    assert h5chunk.verify(images.with_name("b.h5")).ok
 
 
 # The command

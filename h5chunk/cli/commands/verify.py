@@ -16,7 +16,7 @@ from h5chunk.cli.options import RUNNING, SOURCE, option
 @main.command(
     examples={
         "Check every chunk of a file": "h5chunk verify photos.h5",
-        "Check a few chunks of each dataset": "h5chunk verify photos.h5 --quick",
+        "Accept labels that were corrected with h5py": "h5chunk verify photos.h5 --accept labels",
         "Rewrite damaged chunks from the original images": "h5chunk verify photos.h5 --repair photos/",
     }
 )
@@ -35,6 +35,14 @@ from h5chunk.cli.options import RUNNING, SOURCE, option
     metavar="TABLE.csv",
     heading=SOURCE,
     help="Manifest from which FILE was converted, if there was one. Needed only with --repair.",
+)
+@option(
+    "--accept",
+    multiple=True,
+    metavar="FIELD",
+    heading=SOURCE,
+    help="Field whose values were changed on purpose: replace its checksums, and report how many chunks had changed "
+    "(repeatable).",
 )
 @option("--quick", is_flag=True, heading=RUNNING, help="Read only 32 chunks of each dataset; the report says which.")
 @shared.client

@@ -134,6 +134,15 @@ def checksums_of(file: h5py.File, start: int = 0) -> int:
     return total
 
 
+def lost_fields(file: h5py.File) -> list[str]:
+    """Return the paths of datasets that have checksums in an h5chunk file, but do not exist: renamed or deleted."""
+    names: list[str] = []
+    group = file.get(f"{GROUP}/checksums")
+    if isinstance(group, h5py.Group):
+        group.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+    return [name for name in names if name not in file]
+
+
 @dataclass(frozen=True)
 class Matrix:
     """The description of the matrix in an h5chunk file."""

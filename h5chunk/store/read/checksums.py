@@ -152,7 +152,8 @@ class ChunkChecks:
         return self._error(chunk, f"{problem}, because its bytes have changed since they were written")
 
     def _error(self, chunk: int, problem: str) -> FileError:
-        remedy = "to list all such chunks, and with --repair SOURCE to repair images"
+        remedy = "to list all such chunks, with --repair SOURCE to repair images, or with --accept FIELD if they were "
+        remedy += "changed on purpose"
         return FileError(f"{self.where(chunk)} {problem}: run h5chunk verify {printable(self._path)} {remedy}")
 
     def _where_at(self, offset: int) -> str:

@@ -26,7 +26,7 @@ from h5chunk.plan.csr import bounded_window, fullest_chunks
 from h5chunk.plan.layout import choose_window_chunks, plan_layout
 from h5chunk.remote.mirror import Mirror
 from h5chunk.stamp import stamp_of
-from h5chunk.store.format.header import Header, checksums_of, read_header
+from h5chunk.store.format.header import Header, checksums_of, lost_fields, read_header
 from h5chunk.store.format.recommendation import Recommended, read_recommendation
 from h5chunk.store.hdf5.chunk_table import is_listed_wrongly, leaves_memory, list_chunks
 from h5chunk.store.hdf5.guard import Guard
@@ -105,6 +105,11 @@ class H5Reader:
                         raise
                     self.why_no_labels = str(error)
             self.sums: Sums = read_sums(file, self.path, self.fields, self.header, checksums)
+            if is_default and self.sums and (lost := lost_fields(file)):
+                raise OptionError(
+                    f"checksums is {checksums!r}, but {printable(self.path)} has checksums of {printable(lost[0])!r}, "
+                    "which does not exist: give the field its name back, or name the fields to read (fields=[...])"
+                )
         ragged = [field for field in self.fields.values() if isinstance(field, RaggedField)]
         if len(ragged) > 1:
             all_matrices = all(isinstance(field, MatrixField) for field in ragged)

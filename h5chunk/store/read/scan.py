@@ -145,10 +145,9 @@ class CheckedDataset:
         descriptor: int,
         on_read: Callable[[int], None],
         consequence: str,
-        remedy: str = "",
         **options: Any,
     ) -> None:
-        """Raise FileError if a chunk is damaged. The message contains ``consequence`` and ``remedy``.
+        """Raise FileError if a chunk is damaged. The message contains ``consequence``.
 
         ``on_read`` is called with the number of bytes read since its last call. ``options`` are arguments of `check`.
         """
@@ -157,7 +156,8 @@ class CheckedDataset:
                 for damage in damages:
                     raise FileError(
                         f"{self._label}: chunk {damage.chunk} of {self.name!r} {damage.problem}, so {consequence}. Run "
-                        f"h5chunk verify to list all damage, and with --repair SOURCE to repair images{remedy}"
+                        "h5chunk verify to list all damage, with --repair SOURCE to repair images, or with "
+                        "--accept FIELD if values were changed on purpose"
                     )
                 on_read(num_bytes)
 

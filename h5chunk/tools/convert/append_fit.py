@@ -93,8 +93,9 @@ def _check_file(old: OldFile) -> None:
     """Raise FileError unless the file contains only datasets that convert writes, in uncompressed chunks."""
     fields = [name for name in old.fields if name != old.image_group]
     written = [*fields, *(f"{old.image_group}/{part}" for part in ("data", *IMAGE_TABLES) if old.image_group)]
-    known = {*(f"{GROUP}/{name}" for name in TABLES), *written, *(f"{CATEGORIES}{name}" for name in fields)}
+    known = {*(f"{GROUP}/{name}" for name in TABLES), *written}
     known |= {f"{GROUP}/checksums/{name}" for name in written}
+    known |= {path for path in old.datasets if path.startswith(CATEGORIES)}  # also of columns that were left out
     lost = min(old.datasets.keys() - known, default=None)
     if lost is not None:
         raise FileError(
@@ -165,7 +166,7 @@ def _old_categories(old: OldFile) -> dict[str, list[str]]:
     """Return the names of the categories of each field in the file, in the order of their codes."""
     categories = {"labels": list(old.header.class_names)} if old.header.class_names else {}
     for path in old.datasets:
-        if path.startswith(CATEGORIES):
+        if path.startswith(CATEGORIES) and path.removeprefix(CATEGORIES) in old.fields:
             categories[path.removeprefix(CATEGORIES)] = [as_text(name) for name in old.datasets[path][()].tolist()]
     return categories
 

@@ -18,7 +18,7 @@ from h5chunk.errors import FieldError, FileError, H5ChunkError, printable, shown
 from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.source import shape_text
-from h5chunk.store.format.header import CSR, MATRIX, Header, read_header, read_matrix
+from h5chunk.store.format.header import CSR, MATRIX, Header, lost_fields, read_header, read_matrix
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import count_unwritten, is_vlen, partial_chunks_are_plain, unwritten_value
@@ -224,6 +224,15 @@ def _file_per_sample(argument: str, files: Sequence[FileInfo], names: Sequence[s
     return loader_code(f"data = h5chunk.Patches({argument}, {{{fields}}}, {shape[:2]}{channels})")
 
 
+def _lost_notes(file: h5py.File, header: Header | None, path: Path) -> list[str]:
+    """Return a note on fields that have checksums but do not exist."""
+    lost = lost_fields(file) if header is not None else []
+    if not lost:
+        return []
+    verify = shell_command(["h5chunk", "verify", shown(path)])
+    return [f"{', '.join(map(repr, lost[:4]))} has checksums, but does not exist: it was renamed or deleted ({verify})"]
+
+
 def _describe_parts(path: Paths, files: Sequence[FileInfo]) -> dict[str, Any]:
     """Describe files that each have other fields of the same samples; empty if they are anything else.
 
@@ -298,7 +307,7 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
             fields=found.fields,
             code=found.code,
             layout=found.name,
-            notes=list(found.notes),
+            notes=[*found.notes, *_lost_notes(file, header, path)],
             chunk_cache=_find_cache(file, path, found, described, matrices, header),
         )
 

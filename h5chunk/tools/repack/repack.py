@@ -285,7 +285,6 @@ class Run:
                 self._source.descriptor,
                 self._add_done,
                 "nothing was repacked",
-                f"; if values were changed on purpose, delete {CHECKSUMS}/{name} from the file",
                 num_threads=shares.num_threads,
                 memory_bytes=shares.memory_bytes,
             )

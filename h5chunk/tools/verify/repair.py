@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import zlib
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, SampleError, printable
+from h5chunk.source import AnyImage
 from h5chunk.sources.images import ImageSource, list_source
 from h5chunk.sources.kinds import ImageOptions, ImageSourceOptions
 from h5chunk.store.format.header import read_header
-from h5chunk.store.format.spec import GROUP
+from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
 from h5chunk.store.hdf5.open import open_file
 from h5chunk.store.read.scan import Damage
 from h5chunk.store.write.part_file import write_at, writing
@@ -34,6 +36,7 @@ def repair_chunks(
 ) -> tuple[list[Damage], list[Damage]]:
     """Rewrite damaged chunks. Returns the repaired chunks, and those that could not be repaired, with the reasons."""
     repaired, left = [], []
+    bad = sorted(bad, key=lambda damage: damage.field == f"{IMAGES}/data")  # after the offsets, which divide the bytes
     with open_file(path) as file, writing(path):
         maker = _ChunkMaker(file, path, source, manifest)
         with path.open("r+b", buffering=0) as target, maker.source.session():
@@ -88,8 +91,9 @@ class _ChunkMaker:
         self._listing = list_source(source, listed, skips=True)
         self.source = ImageSource(self._listing, options)
         self._parts = [(0, self.source)]  # (first source index, source) of the converted and the appended images
+        shape = file[IMAGES].shape if isinstance(file[IMAGES], h5py.Dataset) else ()
         for first, fit in appended:
-            of_part = replace(ImageOptions.of_recorded(header.options, file[IMAGES].shape), fit=fit)
+            of_part = replace(ImageOptions.of_recorded(header.options, shape), fit=fit)
             self._parts.append((first, ImageSource(self._listing, of_part)))
         self._file, self._class_names = file, list(header.class_names)
         try:
@@ -107,6 +111,11 @@ class _ChunkMaker:
             raise SampleError("the file has no checksum of this chunk")
         if dataset.id.get_create_plist().get_nfilters():
             raise SampleError("the chunk is compressed: convert the source again")
+        group, _, table = damage.field.partition("/")
+        if group == IMAGES and table == "data":
+            return self._checked(damage, self._kept_bytes(dataset, damage.chunk))
+        if group == IMAGES and table in IMAGE_TABLES:
+            return self._checked(damage, self._kept_table(table))
         if dataset.chunks is None or dataset.chunks[1:] != dataset.shape[1:]:
             raise SampleError("the chunk contains parts of samples: convert the source again")
         is_image = damage.field == IMAGES or damage.field in self._listing.others
@@ -114,10 +123,7 @@ class _ChunkMaker:
             raise SampleError("the source lacks this field: add --manifest, with the manifest of the conversion")
         values = np.zeros(dataset.chunks, dataset.dtype)
         for position, row in enumerate(range(damage.first_sample, damage.last_sample + 1)):
-            name = bytes(self._names[int(self._ends[row]) : int(self._ends[row + 1])])
-            number = int(self._index[row])
-            first, source = max((part for part in self._parts if part[0] <= number), key=lambda part: part[0])
-            index = self._find(number - first, name)
+            source, index, name = self._sample(row)
             try:
                 if is_image:
                     source.read_into(index, {damage.field: values[position]})
@@ -125,7 +131,49 @@ class _ChunkMaker:
                     values[position] = self._value(damage.field, index)
             except SampleError as error:
                 raise SampleError(f"{printable(name)}: {error}") from None
-        data = values.tobytes()
+        return self._checked(damage, values.tobytes())
+
+    def _sample(self, row: int) -> tuple[ImageSource, int, bytes]:
+        """Return the source of a row, and the index and the name of its image there."""
+        name = bytes(self._names[int(self._ends[row]) : int(self._ends[row + 1])])
+        number = int(self._index[row])
+        first, source = max((part for part in self._parts if part[0] <= number), key=lambda part: part[0])
+        return source, self._find(number - first, name), name
+
+    def _kept_image(self, row: int) -> AnyImage:
+        """Return a kept image as convert stored it: the content of its file, or its pixels."""
+        source, index, name = self._sample(row)
+        try:
+            return source.read_any(index)
+        except SampleError as error:
+            raise SampleError(f"{printable(name)}: {error}") from None
+
+    def _kept_bytes(self, data: h5py.Dataset, chunk: int) -> bytes:
+        """Return the bytes of a chunk of kept images, which may begin and end within an image."""
+        offsets = self._file[f"{IMAGES}/offsets"][()].astype(np.int64)
+        first = chunk * data.chunks[0]
+        last = min(first + data.chunks[0], len(data))
+        begin, end = np.searchsorted(offsets, first, "right") - 1, np.searchsorted(offsets, last, "left")
+        parts = []
+        for row in range(int(begin), int(end)):
+            stored = self._kept_image(row).data
+            if len(stored) != offsets[row + 1] - offsets[row]:
+                raise SampleError(f"image {row} has {len(stored)} bytes in the source, so it has changed")
+            parts.append(stored)
+        skipped = first - int(offsets[begin])
+        return b"".join(parts)[skipped : skipped + last - first].ljust(data.chunks[0], b"\0")
+
+    def _kept_table(self, table: str) -> bytes:
+        """Return the offsets, or the sizes or orientations, of all kept images."""
+        images = (self._kept_image(row) for row in range(len(self._index)))
+        if table == "offsets":
+            numbers = [0, *accumulate(len(image.data) for image in images)]
+        else:
+            numbers = [getattr(image, table.removesuffix("s")) for image in images]
+        return np.array(numbers).astype(IMAGE_TABLES[table]).tobytes()
+
+    def _checked(self, damage: Damage, data: bytes) -> bytes:
+        """Return the bytes if they match the checksum of the chunk. Otherwise raise SampleError."""
         actual = zlib.crc32(data)
         if actual != damage.expected:
             raise SampleError(

@@ -7,8 +7,10 @@ from typing import Any
 
 from h5chunk.errors import count_text, human_bytes, printable
 from h5chunk.store.read.scan import Damage
-from h5chunk.tools.report import Report, rows
+from h5chunk.tools.report import Report, rows, shell_command
 
+KEPT = ("images/", "X/")  # groups that are accepted as one field
+SHOWN_NAMES = 4
 SHOWN = 20  # maximum number of bad chunks, intact files and missing files in the text; JSON lists all
 
 
@@ -53,6 +55,8 @@ class VerifyReport(Report):
     seconds: float
     read_bytes: int
     repaired: tuple[Damage, ...] = ()
+    renamed: tuple[str, ...] = ()  # those of the problems that accept solves
+    accepted: tuple[str, ...] = ()  # fields whose checksums were replaced, and how many of their chunks had changed
 
     @property
     def ok(self) -> bool:
@@ -70,9 +74,23 @@ class VerifyReport(Report):
             *rows("repaired:", self.repaired, SHOWN),
             *rows("bad:", self.bad, SHOWN),
             *rows("wrong:", self.problems),
+            *rows("accepted:", self.accepted),
             *rows("note:", self.notes),
+            *rows("remedy:", self._remedy()),
             f"  {human_bytes(self.read_bytes)} read in {self.seconds:.1f} s",
         ]
+
+    def _remedy(self) -> str:
+        """Return how to accept changes that were made on purpose; an empty string if there are none."""
+        changed = [each.field for each in self.bad if each.expected != each.actual and each.actual is not None]
+        parts = dict.fromkeys(name.partition("/")[0] if name.startswith(KEPT) else name for name in changed)
+        if not parts and not self.renamed:
+            return ""
+        names = [*list(parts)[:SHOWN_NAMES], *(["NAME"] if self.renamed or len(parts) > SHOWN_NAMES else [])]
+        options = [part for name in names for part in ("--accept", name)]
+        what = "fields were renamed or deleted" if self.renamed and not parts else "values were changed"
+        command = shell_command(["h5chunk", "verify", self.path, *options])
+        return f"if {what} on purpose, {command} replaces their checksums"
 
     def _verdict(self) -> str:
         if not self.ok:

@@ -40,11 +40,11 @@ def find_table_problems(file: h5py.File, header: Header, names: list[str]) -> It
         if (np.diff(ends, prepend=0) < 0).any() or ends[-1] != len(tables["source_names"]):
             yield f"/{GROUP}/source_name_ends does not divide the names, so the names of samples are unknown"
     if header.class_names and "labels" in names:
-        yield from _check_codes(file["labels"], len(header.class_names), lowest=0)
+        yield from _check_codes(file["labels"], len(header.class_names), "classes")
     for name in names:
         table = f"{GROUP}/categories/{name}"
         if table in names:
-            yield from _check_codes(file[name], len(file[table]), lowest=-1)
+            yield from _check_codes(file[name], len(file[table]), "categories")
     layout = str(header.options.get("layout")).upper()
     for name in names:
         dataset = file[name]
@@ -60,15 +60,16 @@ def find_table_problems(file: h5py.File, header: Header, names: list[str]) -> It
             )
 
 
-def _check_codes(field: h5py.Dataset, num_categories: int, lowest: int) -> Iterator[str]:
+def _check_codes(field: h5py.Dataset, num_categories: int, noun: str) -> Iterator[str]:
+    """Yield a message if a code is not that of a category, nor -1, which means none."""
     if field.dtype.kind not in "iu" or field.ndim != 1:
         return
     for first in range(0, len(field), PART_VALUES):
         values = field[first : first + PART_VALUES]
-        wrong = (values < lowest) | (values >= num_categories)
+        wrong = (values < -1) | (values >= num_categories)
         if wrong.any():
             index = int(wrong.argmax())
-            name, noun = field.name.lstrip("/"), "classes" if lowest == 0 else "categories"
+            name = field.name.lstrip("/")
             yield f"{name}: sample {first + index} has the label {values[index]}, but there are {num_categories} {noun}"
             return
 

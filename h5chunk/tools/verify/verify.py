@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -22,13 +22,14 @@ from h5chunk.errors import (
     FieldError,
     FileError,
     H5ChunkError,
+    OptionError,
     TrustError,
     UnsupportedError,
     count_text,
     printable,
     shown,
 )
-from h5chunk.store.format.header import CSR, MATRIX, Header, read_header
+from h5chunk.store.format.header import CSR, MATRIX, Header, lost_fields, read_header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import Say, in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import count_unwritten, is_stored_as
@@ -74,6 +75,7 @@ def verify(
     quick: bool = False,
     repair: str | os.PathLike[str] | None = None,
     manifest: str | os.PathLike[str] | None = None,
+    accept: Sequence[str] = (),
     trusted: bool = False,
     progress: Progress | None = None,
     client: Any = None,
@@ -92,6 +94,9 @@ def verify(
         they match their checksums.
     manifest : path, optional
         The manifest that the conversion used, which is needed to repair fields whose values come from it.
+    accept : sequence of str
+        Fields whose values were changed on purpose. Their checksums are replaced by those of the present values, if
+        the structure of the file is right. A field that was renamed is accepted under both names.
     trusted : bool
         Whether to follow links: see `h5chunk.store.hdf5.guard`. Data in virtual datasets and external storage is not
         checked; verify the files that contain it.
@@ -113,7 +118,10 @@ def verify(
         The source for repairing cannot be used.
     """
 
-    options = _VerifyOptions(quick, trusted, repair, manifest)
+    accept = (accept,) if isinstance(accept, str) else tuple(accept)
+    if accept and (quick or repair is not None):
+        raise OptionError("accept reads all chunks of the fields, and repair would change them back: use one of them")
+    options = _VerifyOptions(quick, trusted, repair, manifest, accept)
     if (file := single_file(path)) is not None:
         return _check_file(file, options, progress)
     return _verify_folder(path, options, progress, client)
@@ -124,11 +132,14 @@ class _VerifyOptions(NamedTuple):
     trusted: bool
     repair: str | os.PathLike[str] | None
     manifest: str | os.PathLike[str] | None
+    accept: tuple[str, ...]
 
 
 def _check_file(file: Path, options: _VerifyOptions, progress: Progress | None) -> VerifyReport:
-    """Check a file, and repair it if requested."""
+    """Check a file, and repair it or accept its changes if requested."""
     report = _verify_file(file, options.quick, options.trusted, progress)
+    if options.accept:
+        return _accept(file, report, options, progress)
     if options.repair is None or not report.bad:
         return report
     from h5chunk.tools.verify.repair import repair_chunks
@@ -137,6 +148,25 @@ def _check_file(file: Path, options: _VerifyOptions, progress: Progress | None) 
     if repaired and report.problems:  # the repair may have fixed some of them
         report = _verify_file(file, options.quick, options.trusted, progress)
     return replace(report, bad=tuple(bad), repaired=tuple(repaired))
+
+
+def _accept(file: Path, report: VerifyReport, options: _VerifyOptions, progress: Progress | None) -> VerifyReport:
+    """Accept the values of fields. Raises FileError, and changes nothing, if the structure of the file is wrong."""
+    from h5chunk.tools.verify.accept import accept_changes
+
+    label = printable(file)
+    if not report.by_h5chunk:
+        raise FileError(f"{label}: was not written by h5chunk, so it has no checksums: leave out accept")
+    wrong = [problem for problem in report.problems if problem not in report.renamed]
+    if wrong:
+        raise FileError(
+            f"{label}: accept replaces checksums only if the structure of the file is right, but {wrong[0]}: write "
+            "valid values into the field as it is (file[NAME][...] = values). If the field was created anew, delete "
+            f"{CHECKSUMS}NAME, and write another file with h5chunk repack"
+        )
+    changes = accept_changes(file, options.accept)
+    report = _verify_file(file, options.quick, options.trusted, progress)
+    return replace(report, accepted=tuple(map(str, changes)))
 
 
 def _verify_file(path: Path, quick: bool, trusted: bool, progress: Progress | None) -> VerifyReport:
@@ -231,6 +261,7 @@ class _FileCheck:
         self._datasets: list[tuple[CheckedDataset, np.ndarray]] = []  # with the indices of the chunks to read
         self._matrices: dict[str, MatrixCheck | ImagesCheck] = {}
         self._problems: list[str] = []
+        self._renamed: list[str] = []  # messages about fields and checksums without a counterpart
         self._notes: list[str] = []
 
     def survey(self, file: h5py.File, trusted: bool) -> None:
@@ -270,9 +301,10 @@ class _FileCheck:
         for name in sorted([*data, *sparse]):
             self._add({**datasets, **sparse}, name)
         if header is not None:
-            lost = [name[len(CHECKSUMS) :] for name in names if name.startswith(CHECKSUMS)]
-            lost = [name for name in lost if name not in datasets]
-            self._problems += [f"there are checksums of {name!r}, but no such dataset" for name in lost]
+            lost = lost_fields(file)
+            messages = [f"there are checksums of {name!r}, but no such dataset: was it renamed?" for name in lost]
+            self._problems += messages
+            self._renamed += messages
 
     def _refuse(self, error: FileError) -> None:
         unread = isinstance(error, (TrustError, UnsupportedError))
@@ -326,7 +358,9 @@ class _FileCheck:
         if table is None:
             if datasets[name].size and datasets[name].id.get_storage_size():  # unwritten data has no checksums
                 is_field = name in CHECKED or name in self._header.fields
-                (self._problems if is_field else self._notes).append(f"{name!r} has no checksums")
+                message = f"{name!r} has no checksums"
+                (self._problems if is_field else self._notes).append(message)
+                self._renamed.append(message)
             return None
         if table.ndim != 1 or table.dtype != np.uint32:
             self._problems.append(f"the checksums of {name!r} are {table.dtype} {table.shape}, not a list of uint32")
@@ -369,6 +403,7 @@ class _FileCheck:
             fields=tuple(fields),
             bad=tuple(bad),
             problems=tuple(self._problems),
+            renamed=tuple(message for message in self._renamed if message in self._problems),
             notes=tuple(self._notes),
             seconds=time.perf_counter() - self._started,
             read_bytes=done,
