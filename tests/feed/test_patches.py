@@ -465,6 +465,17 @@ def test_tune_recommends_chunks(tmp_path):
     space = {}
     exec("\n".join(found.code), space)
     assert [tuple(each.shape) for each in space["data"][0]] == [(16, 32, 32)] * 2
+    (tmp_path / "found.json").write_text(found.to_json())
+    h5chunk.repack(tmp_path / "v.h5", tmp_path / "new.h5", tuned=tmp_path / "found.json")
+    with h5py.File(tmp_path / "new.h5") as file:
+        assert file["a/raw"].chunks == raw.best and file["a/raw"].compression == "gzip"
+    with h5py.File(tmp_path / "good.h5", "w") as file:
+        file.create_dataset("raw", data=values, chunks=raw.best, compression="gzip")
+    (tmp_path / "kept.json").write_text(h5chunk.tune(tmp_path / "good.h5", patch=(16, 32, 32)).to_json())
+    with pytest.raises(h5chunk.OptionError, match="recommends keeping the chunks of the file"):
+        h5chunk.repack(tmp_path / "good.h5", tmp_path / "newer.h5", tuned=tmp_path / "kept.json")
+    with pytest.raises(h5chunk.OptionError, match="chunks of parts of samples, which only repack writes"):
+        h5chunk.convert({"x": np.zeros(5)}, tmp_path / "x.h5", tuned=tmp_path / "found.json")
     with pytest.raises(h5chunk.FileError, match="one file"):
         h5chunk.tune(tmp_path, patch=(8, 8, 8))
 

@@ -641,8 +641,10 @@ def test_a_tuned_file(tmp_path: Path) -> None:
         ('{"cache": [1, 2, 1.0]}', "cache w0 is 1.0"),
         ('{"compression": 5}', "compression is 5"),
         ('{"shuffle": 1}', "shuffle is 1: pass True or False"),
-        ('{"num_samples": 0}', "num_samples is 0"),
+        ('{"num_samples": 0, "cache": null}', "num_samples is 0"),
         ('{"compression": "zip"}', "compression is 'zip'"),
+        ('{"advice": [], "code": []}', "has none of the keys chunk_samples, "),
+        ('{"repack": false, "chunks": null}', "recommends keeping the chunks of the file"),
     ],
 )
 def test_a_tuned_file_that_cannot_be(tmp_path: Path, text: str, message: str) -> None:

@@ -108,6 +108,11 @@ def convert(
     started = time.perf_counter()
     if tuned is not None:
         settings, _ = read_tuned(tuned)
+        if settings.chunks:
+            raise OptionError(
+                f"{os.fspath(tuned)}: recommends chunks of parts of samples, which only repack writes: convert without "
+                "tuned, and pass the file to h5chunk repack --tuned"
+            )
         options = {"chunk_samples": settings.chunk_samples, **options}
         unused = [name for name in TUNED if name != "chunk_samples" and getattr(settings, name) is not None]
         if unused and notify is not None:

@@ -86,8 +86,9 @@ def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]
     """Read the recommended options from JSON that tune or another tuner wrote, such as ``{"chunk_samples": 8}``.
 
     Returns the options, and the number of samples of the tuned file, or None if it is not recorded. If the
-    tuner recommends keeping a file with one sample per chunk as it is, all options have their defaults. Every key may
-    be missing or null, and unknown keys are ignored.
+    tuner recommends keeping a file with one sample per chunk as it is, all options have their defaults. Keys may be
+    missing or null, but not all missing, and unknown keys are ignored. Raises OptionError if the tuner recommends
+    keeping chunks of parts of samples.
     """
     label = printable(path)
     try:
@@ -99,10 +100,21 @@ def read_tuned(path: str | os.PathLike[str]) -> tuple[RepackOptions, int | None]
     if not isinstance(recorded, dict):
         held = json.dumps(recorded)[:60]
         raise OptionError(f'{label}: contains {held}, not a JSON object such as {{"chunk_samples": 8}}')
+    known = (*TUNED, "shuffle", "chunks")
+    if not recorded.keys() & {*known}:
+        raise OptionError(
+            f"{label}: has none of the keys {', '.join(known)}, so it recommends nothing to repack or convert: "
+            "pass the output of h5chunk tune FILE --json for a local file"
+        )
+    if recorded.get("repack") is False and "chunks" in recorded:
+        raise OptionError(
+            f"{label}: recommends keeping the chunks of the file, so there is nothing to repack: leave out tuned, and "
+            "pass chunks if you want others"
+        )
     is_none = (
         recorded.get("repack") is False and recorded.get("chunk_samples") == 1
     )  # the settings of a file that should not be rewritten
-    names = () if is_none else (*TUNED, "shuffle")
+    names = () if is_none else known
     found = {name: recorded[name] for name in names if recorded.get(name) is not None}
     try:
         num_samples = (

@@ -79,7 +79,8 @@ def repack(
         be URLs in a store; objects are first copied to a temporary folder. If the source is a folder, a pattern or a
         list, the output is a folder, whose files have the same names, and the same call continues interrupted work.
     tuned : path, optional
-        JSON file of tuned options: ``chunk_samples``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``.
+        JSON file of tuned options, such as the output of ``h5chunk tune --json``: ``chunk_samples``,
+        ``window_chunks``, ``cache``, ``compression``, ``shuffle``, or ``chunks`` for windows or patches.
         Explicit arguments take precedence. For AnnData files, only ``chunk_samples`` and ``compression`` are used.
     overwrite : bool
         Whether to replace a file at ``path``, or a folder of shards.
@@ -199,7 +200,8 @@ def _plan(
         if tuned is not None and best == RepackOptions():
             notes += ["the tuned options keep the file as it is, so they were not used"]
         missing = {name: getattr(best, name) for name in TUNED if getattr(options, name) is None}
-        options = replace(options, shuffle=options.shuffle or best.shuffle, **missing)
+        chunks = options.chunks or best.chunks
+        options = replace(options, shuffle=options.shuffle or best.shuffle, chunks=chunks, **missing)
         survey = survey_file(source.file)
         num_threads = min(MAX_THREADS, available_cores())
         part_bytes = MemoryShares(options.memory_bytes, num_threads).part_bytes

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,9 @@ class ChunkAdvice(Report):
     best_alone: float
     best_together: float
     command: str  # command that rewrites the file in these chunks; empty if the gain is small
+    repack_chunks: tuple[int, ...] = ()  # chunks in the command, which fit all datasets with as many axes
+    compression: str | None = None  # compression in the command
+    num_bytes: int = 0  # size of the dataset
 
     def lines(self) -> list[str]:
         chunks = (
@@ -60,6 +63,19 @@ class ChunkRecommendation(Report):
     purpose: str
     advice: list[ChunkAdvice]  # one for each kind of dataset
     code: list[str]
+
+    def facts(self) -> dict[str, Any]:
+        """Return the values of the report by name, with those that ``repack --tuned`` uses.
+
+        Repack makes chunks of one shape: that of the largest dataset for which there are better chunks.
+        """
+        better = max((each for each in self.advice if each.command), key=lambda each: each.num_bytes, default=None)
+        return {
+            **super().facts(),
+            "repack": better is not None,
+            "chunks": better.repack_chunks if better is not None else None,
+            "compression": better.compression if better is not None else None,
+        }
 
     def lines(self) -> list[str]:
         listed = [line for each in self.advice for line in each.lines()]
@@ -145,17 +161,20 @@ def _advise(path: str, item: DatasetInfo, usable: Sequence[DatasetInfo], access:
     best, own = best_chunks(space, access.size, itemsize), (1.0, 1.0)
     if item.chunks is not None:
         own = chunk_cost(space, access.size, item.chunks[len(before) : len(before) + len(space)], itemsize)[1:]
-    command = ""
+    command, compression = "", None
+    chunks: tuple[int, ...] = ()
     if item.chunks and own[0] * own[1] > WORTH * best.alone * best.together:
         # repack applies the chunks to all datasets with this number of axes, and limits them to the shape of each
         alike = [other.shape for other in usable if len(other.shape) == len(item.shape)]
         longest = [max(lengths) for lengths in zip(*alike, strict=True)]
         chunks = (*longest[: len(before)], *best.chunks, *longest[len(before) + len(space) :])
-        compression = next((name for name in reversed(item.filters) if name in COMPRESSIONS), "gzip")
+        if item.filters:
+            compression = next((name for name in reversed(item.filters) if name in COMPRESSIONS), "gzip")
         words = ["h5chunk", "repack", path, "NEW.h5", "--chunks", ",".join(map(str, chunks))]
-        command = shell_command(words + (["--compression", compression] if item.filters else []))
-    shape = (*before, *best.chunks, *after)
-    return ChunkAdvice(item.name, item.chunks, item.chunk_bytes, *own, shape, best.alone, best.together, command)
+        command = shell_command(words + (["--compression", compression] if compression else []))
+    shape, size = (*before, *best.chunks, *after), _num_bytes(item)
+    costs = (*own, shape, best.alone, best.together)
+    return ChunkAdvice(item.name, item.chunks, item.chunk_bytes, *costs, command, chunks, compression, size)
 
 
 # ---- lines of Python
