@@ -42,6 +42,13 @@ DAMAGES = (
     NotImplementedError, RuntimeError,
 )  # fmt: skip
 PACKED_MAGICS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # first bytes of gzip, bzip2, xz and zstd
+ZIP_MAGICS = (b"PK\x03\x04", b"PK\x07\x08")
+OTHERS = (  # first bytes of other files that are called archives, and what to do
+    (b"7z\xbc\xaf\x27\x1c", "is a .7z archive: unpack it (7z x), and convert the folder"),
+    (b"Rar!\x1a\x07", "is a .rar archive: unpack it (unrar x), and convert the folder"),
+    (b"version https://git-lfs", "is a pointer of Git LFS instead of the data: run git lfs pull"),
+    (b"<", "is text, such as the web page of an error or a login, instead of an archive: download it again"),
+)
 ZIP_UNIX = 3  # code of Unix as the operating system that made a zip
 IN_TAR = -1  # in addition to the compression methods of `zipfile`
 _TAR_KINDS = {
@@ -219,7 +226,13 @@ def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
         raise SourceError(f"{label}: cannot be read: {error.strerror or error}") from None
     except DAMAGES as error:
         raise SourceError(f"{label}: cannot be read as an archive: {error}") from None
-    raise SourceError(f"{label}: is not a folder, .zip or .tar of images")
+    if start.startswith(ZIP_MAGICS):
+        raise SourceError(
+            f"{label}: begins like a .zip, but its directory at the end is damaged or missing: the file is probably "
+            "incomplete, so copy or download it again"
+        )
+    what = "is empty (0 bytes): copy or download it again" if not start else "is not a folder, .zip or .tar of images"
+    raise SourceError(f"{label}: {next((text for magic, text in OTHERS if start.startswith(magic)), what)}")
 
 
 def _with_slashes(archive: Archive, names: list[tuple[bytes, int]]) -> tuple[Archive, list[tuple[bytes, int]]]:

@@ -28,6 +28,7 @@ A mask (``mask_column``) keeps its class numbers, one per pixel, and is resized 
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -38,7 +39,7 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from h5chunk.errors import SampleError
 from h5chunk.machine import warnings_filtered
-from h5chunk.sources.kinds import ImageOptions
+from h5chunk.sources.kinds import MAX_PIXELS, ImageOptions
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap height and width
@@ -93,10 +94,13 @@ def decode(image: bytes | Image.Image, options: ImageOptions, is_mask: bool = Fa
         raise SampleError(
             f"is not an image in a known format ({', '.join(FORMATS)}), or is a variant that Pillow cannot read{start}"
         ) from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        found = re.search(r"\((\d+) pixels\)", str(error))
+        way = f"raise the limit (--max-pixels {found[1] if found else 'N'})"
+        if options.keep_encoded and options.max_side is None:
+            way += f", and shrink large images (--max-side N, at most {math.isqrt(MAX_PIXELS)})"
         raise SampleError(
-            f"has more pixels than the limit max_pixels={options.max_pixels}: if you trust the image, raise the limit "
-            "(--max-pixels)"
+            f"has more pixels than the limit max_pixels={options.max_pixels}: if you trust the image, {way}"
         ) from None
     except MemoryError:
         raise SampleError("needs more memory than is available") from None
@@ -155,9 +159,11 @@ def raw_modes_of(image: Image.Image) -> list[str]:
 def check_depth(raw_modes: list[str]) -> None:
     """Refuse images of more than 8 bits: Pillow opens some of them as 8 bits, without a warning."""
     if (deep := next((mode for mode in raw_modes if _DEEP.search(mode)), None)) is not None:
+        array = "np.asarray(image)" if _DEEP.search(raw_modes[0]) else "it as an array (Pillow reduces it to 8 bits)"
         raise SampleError(
             f"has more than 8 bits per channel ({deep}): convert it to 8 bits first, because only you know which range "
-            "of values matters"
+            f"of values matters; or keep all values, with a data set in Python that returns {array}: "
+            "h5chunk.convert(dataset, path)"
         )
 
 
@@ -238,7 +244,8 @@ def _class_numbers(image: Image.Image, raw_modes: list[str]) -> Image.Image:
         wrong = numbers[fitted != numbers][0]
         raise SampleError(
             f"is a mask with the class number {wrong}, but only integers from 0 to 255 are supported: renumber the "
-            "classes, with 255 for pixels to ignore"
+            "classes, with 255 for pixels to ignore, or keep all values, with a data set in Python that returns "
+            "np.asarray(mask): h5chunk.convert(dataset, path)"
         )
     return Image.fromarray(fitted)
 

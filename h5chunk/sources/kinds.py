@@ -6,6 +6,7 @@ The command line imports this module for its help. To keep help fast, only `h5ch
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -112,10 +113,12 @@ class ImageOptions(Options):
             raise OptionError(f"{problem} with layout, but images of any size are always (H, W, C): leave layout out")
         if self.mask_column:
             raise OptionError(f"{problem} with mask_column, but masks must have the same size: leave mask_column out")
-        if self.keep_encoded and self.max_pixels > MAX_PIXELS:
+        max_side = math.isqrt(MAX_PIXELS)
+        if self.keep_encoded and self.max_pixels > MAX_PIXELS and (self.max_side or MAX_PIXELS) > max_side:
             raise OptionError(
                 f"{problem} with max_pixels {self.max_pixels}, but loaders decode at most {MAX_PIXELS} pixels per "
-                "image: lower max_pixels, or use keep_size"
+                f"image: shrink large images with max_side (--max-side), at most {max_side}, lower max_pixels, or use "
+                "keep_size"
             )
 
     def recorded(self) -> dict[str, Any]:

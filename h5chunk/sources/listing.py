@@ -25,6 +25,7 @@ import numpy as np
 
 from h5chunk.errors import SourceError, as_text, count_text, names_text, printable
 from h5chunk.source import Names, split_of
+from h5chunk.sources import foreign
 from h5chunk.sources.container import Container, Folder, open_archive
 from h5chunk.sources.pairs import (
     IMAGE_FOLDERS,
@@ -84,6 +85,8 @@ class Tree:
     directories: dict[bytes, Directory]  # its folders, by path
     tables: list[tuple[bytes, int]]  # path, and number in the archive, of each table of metadata
     ignored: list[str]  # descriptions of files that are left out, for the report
+    others: list[bytes] = field(default_factory=list)  # an example of each kind of file that is left out
+    notes: list[str] = field(default_factory=list)
 
 
 def read_tree(source: str | os.PathLike[str], report_found: ReportFound) -> Tree:
@@ -220,8 +223,9 @@ def _split_paths(members: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, 
 
 def _add_files(tree: Tree, files: Iterable[tuple[bytes, bytes, int]], report_found: ReportFound) -> None:
     """Add files to an empty tree: images, tables of metadata, and descriptions of all other files."""
-    others = Counter[str]()
-    count, other, hidden = 0, b"", b""
+    others, examples = Counter[str](), dict[str, bytes]()
+    beside: list[tuple[bytes, bytes]] = []  # folders and names of some other files
+    count, hidden = 0, b""
     for folder, file, number in files:
         if _is_hidden(file):
             if file not in SYSTEM and not file.startswith(b"._"):
@@ -239,13 +243,33 @@ def _add_files(tree: Tree, files: Iterable[tuple[bytes, bytes, int]], report_fou
         elif file in TABLES:
             tree.tables.append((posixpath.join(folder, file), number))
         elif file:
-            others[as_text(os.path.splitext(file)[1].lower()) or "without a suffix"] += 1
-            other = min(other or file, file)
+            kind = as_text(os.path.splitext(file)[1].lower()) or "without a suffix"
+            others[kind] += 1
+            examples[kind] = min(examples.get(kind, file), file)
+            if len(beside) < MAX_STEMS:
+                beside.append((folder, file))
+    tree.others = [examples[kind] for kind, _ in others.most_common()]
+    _add_notes(tree, beside)
     if others:
         kinds = ", ".join(f"{num:,} {kind}" for kind, num in others.most_common(5)) + ", ..." * (len(others) > 5)
-        tree.ignored.append(f"files without the suffix of an image ({kinds}), such as {as_text(other)}")
+        tree.ignored.append(f"files without the suffix of an image ({kinds}), such as {as_text(min(tree.others))}")
     if hidden:
         tree.ignored.append(f"hidden files and folders, such as {as_text(hidden)}")
+
+
+def _add_notes(tree: Tree, beside: Sequence[tuple[bytes, bytes]]) -> None:
+    """Add notes on files that are left out, but are images of other formats, or belong to the images beside them."""
+    if images := [name for name in tree.others if name.lower().endswith(foreign.OTHER_IMAGES)]:
+        tree.notes.append(f"images such as {as_text(images[0])} are left out: in Python, {foreign.AS_PICTURES}")
+    folders = {folder for folder, _ in beside}
+    stems = {(folder, os.path.splitext(file)[0]) for folder in folders for file in tree.directories[folder].files}
+    paired = [file for folder, file in beside if (folder, os.path.splitext(file)[0]) in stems]
+    if not tree.tables and 2 * len(paired) > len(beside):
+        tree.notes.append(
+            f"files such as {as_text(min(paired))} have the names of images, but what they contain is not stored: "
+            'write it into a metadata.jsonl beside the images, in lines like {"file_name": "1.jpg", "text": "a dog"}, '
+            "or a table (--manifest), or convert a data set in Python: h5chunk.convert(dataset, path)"
+        )
 
 
 def sort_and_label(tree: Tree, split_folders: str, min_classes: float = 1) -> tuple[Listing, array[int]]:
@@ -257,12 +281,13 @@ def sort_and_label(tree: Tree, split_folders: str, min_classes: float = 1) -> tu
     source, directories, ignored = tree.label, tree.directories, [*tree.ignored]
     with_images = {name: directory for name, directory in directories.items() if directory.files}
     if not with_images:
-        suffixes = ", ".join(suffix.decode() for suffix in EXTENSIONS)
+        suffixes = names_text((suffix.decode() for suffix in EXTENSIONS), 10)
         hint = "; it has " + " and ".join(ignored) if ignored else ""
-        if any(b"dataset_info.json" in name or b".arrow" in name for name in map(os.fsencode, ignored)):
-            hint += "; convert a Hugging Face data set in Python: h5chunk.convert(datasets.load_from_disk(...), ...)"
+        is_archive = tree.label.lower().endswith((".zip", ".tar"))
+        names = [*tree.others] if is_archive else [os.fsencode(tree.label), *tree.others]
         raise SourceError(
-            f"{source}: contains no images: no file in it or its subfolders ends in {suffixes} (in any case){hint}"
+            f"{source}: contains no images: no file in it or its subfolders ends in {suffixes} (in any case){hint}; "
+            + foreign.way_for(names)
         )
     level = _class_level(source, with_images, split_folders)
     if level and (empty := sorted(at_level(0, directories) - at_level(0, with_images))):
@@ -273,7 +298,9 @@ def sort_and_label(tree: Tree, split_folders: str, min_classes: float = 1) -> tu
     if classes and (empty := sorted(at_level(level, directories) - set(classes))):
         raise SourceError(
             f"{source}: {len(empty)} of {len(empty) + len(classes)} class folders have no images, such as "
-            f"{as_text(empty[0])!r}: remove them, or add images"
+            f"{as_text(empty[0])!r}: remove them, or add images; if they belong to the images in other folders, pass a "
+            "table of the images with further columns (--manifest), or convert a data set in Python: "
+            "h5chunk.convert(dataset, path)"
         )
     if split_folders == "auto":
         check_pairs(source, with_images, level)
@@ -285,7 +312,7 @@ def sort_and_label(tree: Tree, split_folders: str, min_classes: float = 1) -> tu
         images = count_text(count, "image")
         ignored.append(f"{images} without a {kind}, outside of the {kind} folders, such as {as_text(example)}")
     members = array("q")
-    listing = Listing(tree.container, Names(_names(kept, depth, members)), ignored=ignored)
+    listing = Listing(tree.container, Names(_names(kept, depth, members)), ignored=ignored, notes=[*tree.notes])
     if classes:
         listing.columns["labels"] = _numbers(listing.names, level, classes)
         listing.class_names = [as_text(name) for name in classes]

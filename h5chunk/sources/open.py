@@ -10,6 +10,7 @@ from typing import Any
 
 from h5chunk.errors import OptionError, SourceError, printable
 from h5chunk.source import OpenContext
+from h5chunk.sources import foreign
 from h5chunk.sources.kinds import KINDS
 from h5chunk.sources.listing import check_source
 from h5chunk.sources.matrix.block import SparseSource
@@ -48,7 +49,7 @@ def find_kind(source: Any, kind: str | None = None) -> Any:
         raise SourceError(
             f"an object of type {type(source).__name__} cannot be converted: pass a path, arrays or a data set{listed}"
         )
-    if what := describe_lookalike(source):
+    if what := foreign.describe(source) or describe_lookalike(source):
         raise SourceError(f"{describe(source)}: {what}")
     raise SourceError(message=f"{describe(source)}: {_unrecognised()}")
 
@@ -67,7 +68,8 @@ def _named_kind(source: Any, kind: Any) -> Any:
 
 def _unrecognised() -> str:
     examples = "".join(f"\n  {kind.name:8}{kind.example}" for kind in KINDS if kind.example)
-    return f"not recognised. If it is one of these, name its format, for example with --format csv:{examples}"
+    known = f"If it is one of these, name its format, for example with --format csv:{examples}"
+    return f"not recognised. {known}\n{foreign.ANY_WAY}"
 
 
 def open_kind(kind: Any, source: Any, options: Options, context: OpenContext) -> Any:

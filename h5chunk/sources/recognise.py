@@ -18,7 +18,10 @@ MAX_HDF5_LINKS = 1000
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 ZIP_MAGIC = b"PK\x03\x04"
 NPY_MAGIC = b"\x93NUMPY"
-EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp", b".gif")
+EXTENSIONS = (
+    b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp", b".gif", b".jfif", b".jpe",
+    b".pjpeg", b".pjp", b".apng", b".pbm", b".pnm",
+)  # fmt: skip
 PACKINGS = (".gz", ".bz2", ".xz", ".zst")
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 

@@ -65,7 +65,8 @@ class Samples(SampleSource):
         names = names_text(self.values(index))
         raise SourceError(
             f"samples have the fields {names}, but keep_encoded and keep_size require one image per sample, and "
-            "otherwise only numbers or strings: leave other fields out, or resize all images to one size"
+            "otherwise only numbers or strings: leave other fields out; or resize all images and their masks to one "
+            "size, such as one above that of random crops (--size H,W --fit crop)"
         )
 
     def read_into(self, index: int, out: Mapping[str, np.ndarray]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import gzip
 import io
 import os
 import pickle
+import re
 import stat
 import struct
 import tarfile
@@ -208,7 +209,7 @@ def test_zip_cut_short_or_with_a_broken_name(tmp_path: Path) -> None:
     path = write_zip(tmp_path / "x.zip")
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
-    with pytest.raises(SourceError, match=r"x\.zip: is not a folder, \.zip or \.tar"):
+    with pytest.raises(SourceError, match=r"x\.zip: begins like a \.zip, .* incomplete, so copy or download it again"):
         list_images(path)
     data = bytearray(whole)
     central = data.index(b"PK\x01\x02")
@@ -333,11 +334,26 @@ def test_compressed_tar_is_refused(tmp_path: Path, mode: str) -> None:
 # ---- both
 
 
-@pytest.mark.parametrize("data", [b"", b"hello", b"\xff\xd8\xff\xe0", gzip.compress(b"x", mtime=0)[1:]])
-def test_file_that_is_no_archive(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "x").write_bytes(data)
-    with pytest.raises(SourceError, match=r"x: is not a folder, \.zip or \.tar of images"):
-        list_images(tmp_path / "x")
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"hello", "is not a folder, .zip or .tar of images"),
+        (b"\xff\xd8\xff\xe0", "is not a folder, .zip or .tar of images"),
+        (gzip.compress(b"x", mtime=0)[1:], "is not a folder, .zip or .tar of images"),
+        (b"", "is empty (0 bytes): copy or download it again"),
+        (b"7z\xbc\xaf\x27\x1c", "is a .7z archive: unpack it"),
+        (b"Rar!\x1a\x07\x01", "is a .rar archive: unpack it"),
+        (
+            b"version https://git-lfs.github.com/spec/v1",
+            "is a pointer of Git LFS instead of the data: run git lfs pull",
+        ),
+        (b"<!doctype html>", "is text, such as the web page of an error or a login"),
+    ],
+)
+def test_file_that_is_no_archive(tmp_path: Path, data: bytes, what: str) -> None:
+    (tmp_path / "x.zip").write_bytes(data)
+    with pytest.raises(SourceError, match=rf"x\.zip: {re.escape(what)}"):
+        list_images(tmp_path / "x.zip")
 
 
 def test_pipe_is_refused_at_once(tmp_path: Path) -> None:

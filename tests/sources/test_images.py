@@ -12,6 +12,7 @@ from PIL import Image
 from support.listings import list_images
 from support.pictures import pixels
 
+import h5chunk
 from h5chunk.errors import SampleError, ShapeError, SourceError
 from h5chunk.source import SampleField, shape_text
 from h5chunk.sources.images import ImageSource
@@ -82,3 +83,14 @@ def test_settling_the_shape_where_all_are_broken(tmp_path: Path) -> None:
 
 def test_shape_text() -> None:
     assert shape_text((5,)) == "5"
+
+
+@pytest.mark.parametrize(("mode", "color", "is_said"), [("L", "rgb", True), ("1", "rgb", True), ("L", "gray", False)])
+def test_images_that_are_all_grey_are_noted(tmp_path: Path, mode: str, color: str, is_said: bool) -> None:
+    (tmp_path / "s").mkdir()
+    for i in range(3):
+        Image.fromarray(pixels(i)).convert(mode).save(tmp_path / "s" / f"{i}.png")
+    note = "all images are grey, but have three equal channels: --color gray needs a third of the space"
+    assert (note in h5chunk.convert(tmp_path / "s", tmp_path / "x.h5", color=color, workers=0).notes) == is_said
+    save(tmp_path / "s", "3.png", 3)
+    assert note not in h5chunk.convert(tmp_path / "s", tmp_path / "y.h5", color=color, workers=0).notes

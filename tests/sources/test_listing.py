@@ -127,6 +127,23 @@ def test_backslashes_in_archives_of_windows_are_slashes(tmp_path: Path, system: 
     assert contents(listing) == [b"test\\cat\\3.png", b"train\\cat\\1.png", b"train\\dog\\2.png"]
 
 
+def test_files_beside_images_are_told_with_ways(tmp_path: Path) -> None:
+    make(tmp_path, "a/1.jpg", "a/1.txt", "a/2.jpg", "a/2.txt", "a/3.avif")
+    avif, beside = list_images(tmp_path).notes[:2]
+    assert avif.startswith("images such as 3.avif are left out: in Python, h5chunk.convert(dataset, path), where")
+    assert beside.startswith("files such as 1.txt have the names of images, but what they contain is not stored")
+    line = '{{"file_name": "{}.jpg", "text": "a dog"}}\n'
+    (tmp_path / "a" / "metadata.jsonl").write_text(line.format(1) + line.format(2))
+    assert list_images(tmp_path).columns["text"].tolist() == [b"a dog"] * 2
+    make(tmp_path / "b", "1.jpg", "readme.txt", "list.csv")
+    assert list_images(tmp_path / "b").notes == []
+
+
+def test_jpegs_and_others_by_less_usual_suffixes(tmp_path: Path) -> None:
+    names = ["1.jfif", "2.JPE", "3.pjpeg", "4.apng", "5.pnm"]
+    assert list(list_images(make(tmp_path, *names)).names) == [os.fsencode(name) for name in names]
+
+
 def test_empty_class_folder_is_an_error(tmp_path: Path) -> None:
     make(tmp_path, "a/1.png", "c/readme.txt")
     (tmp_path / "b" / "deep").mkdir(parents=True)
@@ -136,7 +153,7 @@ def test_empty_class_folder_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [(), ("a/readme.txt",), (".hidden.png",)])
 def test_source_without_images_says_what_was_looked_for(tmp_path: Path, names: tuple[str, ...]) -> None:
-    with pytest.raises(SourceError, match=r"contains no images: .* ends in \.jpg, .*\.gif \(in any case\)"):
+    with pytest.raises(SourceError, match=r"contains no images: .* ends in \.jpg, .*\.gif and 7 more \(in any case\)"):
         list_images(make(tmp_path, *names))
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import subprocess
 import sys
 
 import h5py
+import numpy as np
 import pytest
+import scipy.io
 import scipy.sparse
+from PIL import Image
 from support.open_source import open_source
 
 import h5chunk
@@ -48,6 +52,68 @@ def test_looks(tmp_path, name, data, kind, packed):
     path = tmp_path / (name + ".gz" * packed)
     path.write_bytes(gzip.compress(data) if packed else data)
     assert find_kind(path).kind == find_kind(str(path)).kind == kind
+
+
+PICKLED = "h5chunk.convert(pickle.load(file), path)"
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("train-images-idx3-ubyte", "h5chunk.convert(torchvision.datasets.MNIST(root), path)"),
+        ("raw/t10k-images-idx3-ubyte.gz", "h5chunk.convert(torchvision.datasets.MNIST(root), path)"),
+        ("cifar-10-batches-py/data_batch_1", "h5chunk.convert(torchvision.datasets.CIFAR10(root), path)"),
+        ("data_batch_1.bin", "h5chunk.convert(torchvision.datasets.CIFAR10(root), path)"),
+        ("x.pt", "h5chunk.convert(torch.load(file), path)"),
+        ("x.pkl", PICKLED),
+        ("x.mat", "h5chunk.convert({'x': scipy.io.loadmat(file)['x']}, path)"),
+        ("records/train-00000-of-00001.tfrecord", "h5chunk.convert(list(tfrecord.tfrecord_loader(file, None)), path)"),
+        ("train.tfrecord-00001-of-00009", "h5chunk.convert(list(tfrecord.tfrecord_loader(file, None)), path)"),
+        ("lmdb/data.mdb", "h5chunk.convert(dataset, path), if dataset[i] decodes a record"),
+        ("mds/shard.00000.mds", "h5chunk.convert(dataset, path), where dataset is a data set of the package streaming"),
+        ("x.beton", "h5chunk.convert(dataset, path), with the data set from which it was written"),
+        ("saved/data-00000-of-00001.arrow", "h5chunk.convert(datasets.load_from_disk(folder), path)"),
+        ("one.jpg", "h5chunk.convert([PIL.Image.open(file)], path)"),
+        ("scans/0.dcm", "h5chunk.convert([pydicom.dcmread(file).pixel_array for file in files], path)"),
+        ("brain.nii.gz", "h5chunk.convert([nibabel.load(file).get_fdata(dtype='float32') for file in files], path)"),
+        ("npys/a/0.npy", "h5chunk.convert([numpy.load(file) for file in files], path)"),
+        ("shards/000000.tar", "h5chunk.convert(list(webdataset.WebDataset(files).decode('pil')"),
+        ("parts/1.tar.gz", "unpack it first, and convert the folder"),
+        ("x.7z", "unpack it first, and convert the folder"),
+        ("shots/0.heic", "h5chunk.convert(dataset, path), where dataset[i] is an image that Pillow opened"),
+        ("film.mp4", "h5chunk.convert(dataset, path), if dataset[i] returns its arrays"),
+        ("words/readme", "anything that Python can read is converted as a data set"),
+    ],
+)
+def test_what_cannot_be_read_is_told_the_way_in_python(tmp_path, name, way):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"\0\1\2" * 9)
+    with pytest.raises(SourceError) as caught:
+        h5chunk.convert(tmp_path / name.partition("/")[0], tmp_path / "x.h5")
+    assert way in str(caught.value)
+
+
+def test_ways_in_python_that_are_told(tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.save({"images": torch.ones(3, 4, 4), "labels": torch.arange(3)}, tmp_path / "x.pt")
+    for path in (tmp_path / "x.pt", tmp_path / "x.pkl"):
+        if path.suffix == ".pkl":
+            path.write_bytes(pickle.dumps([(np.ones((4, 4)), i) for i in range(3)]))
+        with pytest.raises(SourceError, match=r"h5chunk\.convert\((torch|pickle)\.load\(file\), path\)"):
+            h5chunk.convert(path, tmp_path / "x.h5")
+    scipy.io.savemat(tmp_path / "x.mat", {"x": np.ones((3, 4))})
+    Image.new("L", (4, 4)).save(tmp_path / "x.png")
+    for number, data in enumerate(
+        (
+            torch.load(tmp_path / "x.pt"),
+            pickle.loads((tmp_path / "x.pkl").read_bytes()),
+            {"x": scipy.io.loadmat(tmp_path / "x.mat")["x"]},
+            [Image.open(tmp_path / "x.png")] * 3,
+            [np.ones((4, 4), np.uint16)] * 3,
+        )
+    ):
+        assert h5chunk.convert(data, tmp_path / f"{number}.h5", workers=0).num_samples == 3
 
 
 def test_folders_and_missing_paths_would_have_to_be_images(tmp_path):

@@ -481,3 +481,30 @@ def test_images_are_appended_to_a_repacked_file(photos, more, tmp_path):
     h5chunk.repack(path, out, compression="gzip", overwrite=True)
     with pytest.raises(FileError, match=r"compressed: repack the file \(--compression none\)"):
         h5chunk.append(out, more)
+
+
+def test_very_large_images_are_shrunk_as_the_error_says(tmp_path):
+    (tmp_path / "s").mkdir()
+    Image.new("L", (12000, 8000)).save(tmp_path / "s" / "big.png")
+    message = r"limit max_pixels=89478485: .*--max-pixels 96000000\)"
+    with pytest.raises(SampleError, match=message + r", and shrink large images \(--max-side N, at most 9459\)"):
+        h5chunk.convert(tmp_path / "s", tmp_path / "a.h5", keep_encoded=True, workers=0)
+    with pytest.raises(SampleError, match=message + "$"):
+        h5chunk.convert(tmp_path / "s", tmp_path / "a.h5", keep_encoded=True, max_side=9459, workers=0)
+    for max_side in (None, 9460):
+        with pytest.raises(OptionError, match=r"shrink large images with max_side \(--max-side\), at most 9459"):
+            ImageSourceOptions(keep_encoded=True, max_side=max_side, max_pixels=96000000)
+    h5chunk.convert(tmp_path / "s", tmp_path / "a.h5", keep_encoded=True, max_side=60, max_pixels=96000000, workers=0)
+    assert h5chunk.ChunkDataset(tmp_path / "a.h5")[0][0].shape == (3, 40, 60)
+
+
+@pytest.mark.parametrize("form", ["keep_encoded", "keep_size"])
+def test_masks_are_told_to_need_one_size(tmp_path, form):
+    for i in range(2):
+        for part, mode in (("images", "RGB"), ("masks", "L")):
+            (tmp_path / "s" / part).mkdir(parents=True, exist_ok=True)
+            picture(20 + i, 30, i, mode).save(tmp_path / "s" / part / f"{i}.png")
+    with pytest.raises(SourceError, match=r"resize all images and their masks to one size, .*--size H,W --fit crop"):
+        h5chunk.convert(tmp_path / "s", tmp_path / "x.h5", **{form: True})
+    report = h5chunk.convert(tmp_path / "s", tmp_path / "x.h5", size=(18, 24), fit="crop", workers=0)
+    assert report.shapes == {"images": (3, 18, 24), "masks": (18, 24)}

@@ -21,6 +21,7 @@ import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, as_text, difference_text, printable
 from h5chunk.source import OpenContext
+from h5chunk.sources.foreign import format_of, way_for
 from h5chunk.sources.kinds import JoinOptions
 from h5chunk.sources.matrix.block import Block, MemoryLimit, SparseSource
 from h5chunk.sources.recognise import has_suffix, is_path, read_head
@@ -256,6 +257,8 @@ def _not_joined(source: Any, path: str, problem: str) -> str:
     if not is_path(source) and not os.path.exists(path):
         problem = "no such file or folder"
     ways = "convert it by itself; for several images or tables, pass the folder that contains them"
+    if format_of(path) is not None:
+        ways = way_for([path])
     if not is_path(source):
         ways += ", and for strings that are samples, a list of dicts, such as [{'text': 'a string'}]"
     return f"{printable(path)}: {problem}, but only files of one sparse matrix can be listed: {ways}"

@@ -85,6 +85,8 @@ def describe_lookalike(path: str | os.PathLike[str]) -> str:
             return f"{what}: {AGAIN}"
     if head[257:262] == b"ustar":
         return f"it is a tar archive: unpack it first (tar -xf {name})"
+    if head.startswith(b"PK\x03\x04") and not is_zip:
+        return "it begins like a zip archive, but is incomplete: copy or download it again"
     if head.startswith(b"PK\x03\x04"):
         return _of_zip(names).replace("NAME", name)
     return ""

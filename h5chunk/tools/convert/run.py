@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +37,7 @@ from h5chunk.tools.convert.samples import command_id, estimate_s, find_skipped, 
 from h5chunk.tools.progress import Progress, count_up
 from h5chunk.tools.upload import in_store, size_of, upload_early
 
+GREY = {"L", "LA", "1"}  # modes of images without colours
 APPLIED = ("rotated", "resized", "first frame")  # notes on what was done to images; other notes are their modes
 
 Notify = Callable[[str], None]
@@ -96,9 +97,16 @@ class SampleRun:
             skipped=skipped,
             skipped_list=None if self.dry_run else save_skipped(job.path, skipped, append=self.old is not None),
             ignored=list(job.source.ignored),
-            notes=list(notes),
+            notes=[*notes, *self._grey_note(filled.notes)],
             already_complete=self.complete,
         )
+
+    def _grey_note(self, counts: Mapping[str, int]) -> list[str]:
+        """Return a note if all images are grey, but stored in colour, according to the ``counts`` of their modes."""
+        modes = {mode for mode in counts if mode not in APPLIED and not mode.endswith(" mask")}
+        if self.old is not None or not modes or not modes <= GREY or self.job.source.options.get("color") != "rgb":
+            return []
+        return ["all images are grey, but have three equal channels: --color gray needs a third of the space"]
 
     def _result(self) -> tuple[list[SampleJob], Filled]:
         """Write, predict or read back the output. Returns its files, without skipped samples, and the outcome."""
