@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
+import numpy as np
 import pytest
 from support.attack_files import ATTACKS, SAME, N, make_good, read_all
 from support.foreign import make_images, values
@@ -156,3 +160,45 @@ def test_partly_written_files_pass(tmp_path: Path) -> None:
         dataset = file.create_dataset("images", (N, 50), "u1", chunks=(4, 50))
         dataset[:5] = data[:5]
     assert (read_all(tmp_path / "a.h5")[:5] == data[:5]).all()
+
+
+def _zero_bytes(path: Path, dataset: str) -> None:
+    """Make the second chunk of a dataset have 0 bytes in the B-tree of its chunks."""
+    with h5py.File(path) as file:
+        chunk = file[dataset].id.get_chunk_info(1)
+    data = bytearray(path.read_bytes())
+    key = struct.pack("<IIQQQ", chunk.size, chunk.filter_mask, chunk.chunk_offset[0], 0, chunk.byte_offset)
+    at = data.index(key)
+    data[at : at + 4] = bytes(4)
+    path.write_bytes(data)
+
+
+def _runs(path: Path) -> Any:
+    return h5chunk.ChunkDataset(path, fields="t/1/x", lengths={"t/1/x": "n"})[0]
+
+
+KINDS: dict[str, tuple[str, Any, Callable[[Path], Any]]] = {
+    "ChunkDataset": ("t/1/x", "f4", lambda path: h5chunk.ChunkDataset(path, fields="t/1/x")[4]),
+    "Keyed": ("t/1/x", "f4", lambda path: h5chunk.Keyed(path, "t/*/x")[1]),
+    "Keyed through HDF5": ("t/1/x", ">f4", lambda path: h5chunk.Keyed(path, "t/*/x")[1]),
+    "Windows": ("t/1/x", ">f4", lambda path: h5chunk.Windows(path, {"x": "t/*/x"}, 2)[19]),
+    "Patches": ("t/1/x", ">f4", lambda path: h5chunk.Patches(path, {"x": "t/*/x"}, (2,))[12]),
+    "values of runs": ("t/1/x", ">f4", _runs),
+    "lengths of runs": ("n", "f4", _runs),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*read through h5py")
+@pytest.mark.filterwarnings("ignore:.*index is rebuilt")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chunk_of_no_bytes_is_an_error_for_all_kinds_of_samples(tmp_path: Path, kind: str) -> None:
+    dataset, dtype, read = KINDS[kind]
+    with h5py.File(tmp_path / "a.h5", "w", libver="earliest") as file:
+        options = {"chunks": (4,), "compression": "gzip", "fletcher32": True}
+        for number in range(3):
+            file.create_dataset(f"t/{number}/x", data=np.arange(16, dtype=dtype) + number, **options)
+        file.create_dataset("n", data=np.full(8, 2), **options)
+    read(tmp_path / "a.h5")
+    _zero_bytes(tmp_path / "a.h5", dataset)
+    with pytest.raises(h5chunk.FileError, match=rf"a\.h5.*{dataset.removesuffix('/x')}.* 0 .*bytes"):
+        read(tmp_path / "a.h5")

@@ -285,14 +285,14 @@ ATTACKS: dict[str, Attack] = {
     ),
     "endless heap": Attack(endless_heap, r"heap is damaged \(element 0 is not in the heap\)", "goes round for ever"),
     "values of variable length": Attack(
-        instead(lambda f, _: f.update(images=["a"] * N)), "has the type object", "may hang where the file is damaged"
+        instead(lambda f, _: f.update(images=["a"] * N)), "has strings of variable length", "may hang where the file is damaged"
     ),
     "references": Attack(
         instead(lambda f, _: f.create_dataset("images", (N,), h5py.ref_dtype)), "has the type object", "reads them"
     ),
     "opaque": Attack(
         instead(lambda f, _: f.create_dataset("images", (N,), "V5")),
-        r"has the type \|V5: a field must have",
+        r"has the type \|V5, but a field needs",
         "reads them",
     ),
     "header is a link": Attack(header_link, "/h5chunk is damaged: it is a link", "follows it"),

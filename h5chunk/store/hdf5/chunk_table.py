@@ -13,6 +13,7 @@ import io
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import h5py
@@ -118,9 +119,20 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     return table
 
 
+def check_chunks(dataset: h5py.Dataset) -> None:
+    """Raise FileError if a dataset has chunks that `list_chunks` refuses, because HDF5 may crash when it reads them."""
+    if dataset.chunks and dataset.size:
+        with suppress(NotDirect):  # sizes are checked even if the offsets are wrong
+            list_chunks(dataset)
+
+
 def _list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     name = f"{printable(dataset.file.filename)}: {dataset.name!r}"
     if is_listed_wrongly(dataset):
+        listed: list[tuple[int, int]] = []
+        _visit_chunks(dataset, lambda chunk: listed.append((chunk.size, chunk.filter_mask)))
+        sizes, masks = np.array(listed, np.int64).reshape(-1, 2).T
+        _check_sizes(dataset, sizes, masks, np.arange(len(sizes)), name, are_in_order=False)
         raise NotDirect("HDF5 lists wrong offsets for its chunks, because an axis other than the first is unlimited")
     if dataset.chunks is None:
         # without stored bytes, h5py would add the user block to an undefined offset
@@ -141,7 +153,8 @@ def _list_chunks(dataset: h5py.Dataset) -> ChunkTable:
     if over.any():
         first = int(over.argmax())
         raise FileError(f"{name} is damaged: its chunks {order[first]} and {order[first + 1]} overlap in the file")
-    _check_sizes(dataset, table, name)
+    if dataset.chunks is not None:
+        _check_sizes(dataset, table.sizes[stored], table.filter_masks[stored], stored, name)
     _check_bytes(dataset, table, name)
     return table
 
@@ -220,29 +233,42 @@ def stored_item_bytes(dataset: h5py.Dataset) -> int:
     return int(kind.get_size())
 
 
-def _check_sizes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:
+def _check_sizes(
+    dataset: h5py.Dataset,
+    sizes: np.ndarray,
+    masks: np.ndarray,
+    numbers: np.ndarray,
+    name: str,
+    *,
+    are_in_order: bool = True,
+) -> None:
     """Raise FileError if a chunk has an impossible stored size, which would make HDF5 read beyond its buffer."""
-    if dataset.chunks is None:
-        return
-    chunk_bytes = math.prod(table.chunk_shape) * dataset.id.get_type().get_size()
-    written, changed = table.offsets >= 0, np.zeros(len(table), bool)  # whether a filter changes the length
-    checksums = np.zeros(len(table), np.int64)
-    properties = dataset.id.get_create_plist()
-    for number in range(properties.get_nfilters()):
-        code, applied = properties.get_filter(number)[0], written & (table.filter_masks >> number & 1 == 0)
-        changed |= applied & (code not in (h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32))
-        checksums[applied] += CHECKSUM_BYTES * (code == h5py.h5z.FILTER_FLETCHER32)
-    if partial_chunks_are_plain(properties) is None or is_variable(dataset.id.get_type()):
-        changed |= written  # their size in the file cannot be computed
-    sizes = table.sizes
-    wrong = written & np.where(changed, sizes <= checksums, sizes != chunk_bytes + checksums)
-    wrong |= sizes > 2 * chunk_bytes + FILTER_BYTES  # impossible with any filter
-    if wrong.any():
-        first = int(wrong.argmax())
+    properties, kind = dataset.id.get_create_plist(), dataset.id.get_type()
+    chunk_bytes, partial = math.prod(dataset.chunks) * kind.get_size(), partial_chunks_are_plain(properties)
+    are_known = partial is not None and not is_variable(kind) and (are_in_order or not partial)
+    for wrong in impossible_sizes(properties, chunk_bytes, sizes, masks, are_known)[:1].tolist():
         raise FileError(
-            f"{name} is damaged: its chunk {first} has {sizes[first]} stored bytes, which is impossible for "
+            f"{name} is damaged: its chunk {numbers[wrong]} has {sizes[wrong]} stored bytes, which is impossible for "
             f"{chunk_bytes} bytes of data"
         )
+
+
+def impossible_sizes(
+    properties: h5py.h5p.PropDCID, chunk_bytes: int, sizes: np.ndarray, masks: np.ndarray, are_known: bool = True
+) -> np.ndarray:
+    """Return the indices of chunks with an impossible number of stored bytes, with which HDF5 may crash: int64.
+
+    ``are_known`` is whether unfiltered chunks have ``chunk_bytes`` in the file.
+    """
+    changed = np.full(len(sizes), not are_known)  # whether a filter changes the length
+    checksums = np.zeros(len(sizes), np.int64)
+    for number in range(properties.get_nfilters()):
+        code, applied = properties.get_filter(number)[0], masks >> number & 1 == 0
+        changed |= applied & (code not in (h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32))
+        checksums[applied] += CHECKSUM_BYTES * (code == h5py.h5z.FILTER_FLETCHER32)
+    wrong = np.where(changed, sizes <= checksums, sizes != chunk_bytes + checksums)
+    wrong |= sizes > 2 * chunk_bytes + FILTER_BYTES  # impossible with any filter
+    return np.flatnonzero(wrong)
 
 
 def _check_bytes(dataset: h5py.Dataset, table: ChunkTable, name: str) -> None:

@@ -42,7 +42,7 @@ from h5chunk.errors import (
     human_bytes,
     printable,
 )
-from h5chunk.store.hdf5.chunk_table import is_variable
+from h5chunk.store.hdf5.chunk_table import check_chunks, is_variable
 from h5chunk.store.hdf5.codecs import BITSHUFFLE, KNOWN_FILTERS
 from h5chunk.store.hdf5.open import DAMAGES, address_of, errors_as, explained
 
@@ -302,6 +302,7 @@ def check_header_group(file: h5py.File, name: str, attributes: Sequence[str]) ->
             if is_variable(item.id.get_type()):
                 raise FileError(f"{label}: {inner} has values of variable length")
             guard.check_field(item, f"{name}/{inner}")
+            check_chunks(item)
 
 
 def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, remedy: str = "") -> None:

@@ -2,7 +2,7 @@
 
 The first line is a JSON object with these keys:
 
-- ``version``: 2.
+- ``version``: 3.
 - ``stamp``: the size and modification time of the file, and the CRC-32 of some of its bytes (see `stamp_with_bytes`),
   which must match for the index to be used.
 - ``made_for``: the patterns, attributes and range of samples.
@@ -36,7 +36,7 @@ from h5chunk.remote.mirror import NO_OPTIONS
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.attributes import join_columns
 
-VERSION = 2
+VERSION = 3
 LOOKED_AT, LOOK_BYTES = 16, 4 << 10  # number of the pieces of a file that its stamp covers, and their size
 MAX_HEADER = 64 << 20
 MAX_BYTES = 1 << 62  # limit on the total size of a field's samples

@@ -29,12 +29,12 @@ from h5chunk.store.hdf5.attributes import join_columns, read_attribute
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import (
     ALL_FILTERS,
-    FILTER_BYTES,
+    check_chunks,
+    impossible_sizes,
     is_listed_wrongly,
     is_stored_as,
     is_variable,
     leaves_out_user_block,
-    list_chunks,
     partial_chunks_are_plain,
 )
 from h5chunk.store.hdf5.guard import Guard
@@ -198,20 +198,22 @@ class _Lister:
         self._columns: dict[str, list[Any]] = {name: [] for name in options.attributes}
 
     def list(self, names: Sequence[bytes], say: Callable[[int], None]) -> KeyedIndex:
+        labels: list[str] = []
         with opened(self._path) as file:
             self._group: Any = self._guard.find(file, self._before) if self._before else file["/"]
             fields = {name: _FieldLister(file, self._guard, name, self._kinds) for name in self._inner}
             for number, key in enumerate(names):
-                self._add(key.decode(), fields)
+                sample = printable(f"{self._before}/{key.decode()}".lstrip("/"))
+                labels.append(f"{printable(self._path)}: sample {sample}")
+                self._add(key.decode(), labels[-1], fields)
                 if number % REPORTED == REPORTED - 1:
                     say(number + 1)
         say(len(names))
         columns = {name: self._column(name, values) for name, values in self._columns.items()}
         blob, ends = np.frombuffer(b"".join(names), np.uint8), np.cumsum([len(name) for name in names])
-        return KeyedIndex(blob, ends, {name: field.index() for name, field in fields.items()}, columns)
+        return KeyedIndex(blob, ends, {name: field.index(labels) for name, field in fields.items()}, columns)
 
-    def _add(self, key: str, fields: Mapping[str, _FieldLister]) -> None:
-        where = f"{printable(self._path)}: sample {printable(f'{self._before}/{key}'.lstrip('/'))}"
+    def _add(self, key: str, where: str, fields: Mapping[str, _FieldLister]) -> None:
         item = h5py.h5o.open(self._group.id, key.encode()) if self._all_hard else self._find(self._group, key)
         owners = [item]  # the objects that may have the attributes
         for name, inner in self._inner.items():
@@ -255,7 +257,7 @@ class _FieldLister:
         self._stored_here = True
         self._lengths: list[int] = []
         self._places: list[tuple[int, int]] = []  # place and kind
-        self._chunks: list[tuple[int, int, int]] = []  # offset, size and filter mask
+        self._chunks: list[tuple[int, int, int, int]] = []  # offset, size, filter mask and sample
 
     def add(self, dataset: Any, where: str) -> None:
         """Add the next sample."""
@@ -276,11 +278,13 @@ class _FieldLister:
         self._lengths.append(shape[0] if shape else 1)
         self._places.append(self._place(dataset, shape, where))
 
-    def index(self) -> FieldIndex:
-        """Return the index of all samples that were added."""
+    def index(self, names: Sequence[str]) -> FieldIndex:
+        """Return the index of all samples that were added. ``names`` are their names in messages."""
         assert self._first is not None
         places = np.array(self._places, np.int64).reshape(-1, 2)
-        offsets, sizes, masks = np.array(self._chunks, np.int64).reshape(-1, 3).T
+        listed = np.array(self._chunks, np.int64).reshape(-1, 4)
+        self._check_chunks(listed, places[listed[:, 3], 1], names)
+        offsets, sizes, masks, _ = listed.T
         lengths, kinds = np.array(self._lengths, np.int64), places[:, 1].astype(np.int32)
         chunked = [kind for _, kind in self._kinds]
         chunks = offsets.copy(), sizes.copy(), masks.astype(np.uint32)
@@ -290,6 +294,7 @@ class _FieldLister:
         if dataset.shape is None or is_variable(dataset.get_type()):
             raise FieldError(f"{where}: {self._name!r} is empty, or has values of variable length: leave the field out")
         self._guard.check_field(h5py.Dataset(dataset), where.partition(": sample ")[2])
+        check_chunks(h5py.Dataset(dataset))
 
     def _place(self, dataset: Any, shape: tuple[int, ...], where: str) -> tuple[int, int]:
         """Return the place and kind of a sample. Raises FileError if it extends beyond the end of the file."""
@@ -334,25 +339,22 @@ class _FieldLister:
         if not is_wrong:
             dataset.chunk_iter(note)
         num_chunks = math.prod(-(-side // step) for side, step in zip(shape, chunk, strict=True))
-        if kind is None or len(found) != num_chunks:
-            self._check(dataset, where)
-        if len(found) != num_chunks:
-            return 0, THROUGH_HDF5  # chunks were never written, or are listed wrongly
         starts = [*product(*(range(0, side, step) for side, step in zip(shape, chunk, strict=True)))]
-        if any(start not in found for start in starts):
-            return 0, THROUGH_HDF5
+        fits = len(found) == num_chunks and all(start in found for start in starts)
+        if kind is None or not fits:
+            self._check(dataset, where)
+        if not fits:
+            return 0, THROUGH_HDF5  # chunks were never written, or are listed wrongly
         kind = kind or self._add_kind(h5py.Dataset(dataset), properties)
         if self._kinds[kind - 1][1][1][0]:  # filter masks do not show that partial chunks have no filters
             for start in starts:
                 if any(at + step > side for at, step, side in zip(start, chunk, shape, strict=True)):
                     found[start] = *found[start][:2], ALL_FILTERS
-        chunks = [found[start] for start in starts]
-        self._check_chunks(chunks, self._kinds[kind - 1][1], where)
-        self._chunks += chunks
-        return len(self._chunks) - len(chunks), kind
+        sample = len(self._lengths) - 1
+        self._chunks += [(*found[start], sample) for start in starts]
+        return len(self._chunks) - len(starts), kind
 
     def _add_kind(self, dataset: h5py.Dataset, properties: Any) -> int:
-        list_chunks(dataset)  # compares a chunk with the bytes at its offset
         filters = [[*properties.get_filter(number)[:1], list(properties.get_filter(number)[2])]
                    for number in range(properties.get_nfilters())]  # fmt: skip
         partial = partial_chunks_are_plain(properties)
@@ -360,11 +362,22 @@ class _FieldLister:
         self._kinds_of[properties.get_chunk()].append(len(self._kinds))
         return len(self._kinds)
 
-    def _check_chunks(self, chunks: Sequence[tuple[int, int, int]], kind: list[Any], where: str) -> None:
-        """Raise FileError if a chunk of a sample has an impossible size, or extends beyond the end of the file."""
-        chunk, (_, filters) = kind
-        chunk_bytes = math.prod(chunk) * self._first[2].itemsize if self._first else 0
-        for offset, size, _ in chunks:
-            is_wrong = size != chunk_bytes if not filters else not 0 < size <= 2 * chunk_bytes + FILTER_BYTES
-            if is_wrong or offset + size > self._file_bytes:
-                raise FileError(f"{where} is damaged: {self._name!r} has a chunk of {size} bytes at {offset}")
+    def _check_chunks(self, chunks: np.ndarray, kinds: np.ndarray, names: Sequence[str]) -> None:
+        """Raise FileError if a chunk has an impossible size, overlaps another or extends beyond the end of the file.
+
+        ``chunks``, (n, 4), has the offset, size, filter mask and sample of each chunk, and ``kinds``, (n,), its kind.
+        """
+        offsets, sizes, masks, samples = chunks.T
+        wrong = [np.flatnonzero(offsets + sizes > self._file_bytes)]
+        order = np.lexsort((offsets, samples))
+        after, ends = order[1:], (offsets + sizes)[order[:-1]]
+        wrong.append(after[(samples[after] == samples[order[:-1]]) & (offsets[after] < ends)])
+        for number, (properties, (chunk, _)) in enumerate(self._kinds, 1):
+            own = np.flatnonzero(kinds == number)
+            chunk_bytes = math.prod(chunk) * (self._first[2].itemsize if self._first else 0)
+            wrong.append(own[impossible_sizes(properties, chunk_bytes, sizes[own], masks[own])])
+        for first in np.concatenate(wrong)[:1].tolist():
+            raise FileError(
+                f"{names[samples[first]]} is damaged: {self._name!r} has a chunk of {sizes[first]} bytes at "
+                f"{offsets[first]}, which is impossible"
+            )

@@ -17,7 +17,7 @@ import numpy as np
 
 from h5chunk.errors import printable
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.store.hdf5.chunk_table import NotDirect, check_bytes, list_chunks
+from h5chunk.store.hdf5.chunk_table import NotDirect, check_bytes, check_chunks, list_chunks
 from h5chunk.store.hdf5.open import OpenFile, descriptor_of, same_file
 from h5chunk.store.hdf5.ranges import ReadTask, vector_tasks
 from h5chunk.store.hdf5.strings import find_in_heap
@@ -193,11 +193,16 @@ class VlenHandle(OpenFile):
 
 
 def open_dataset(file: h5py.File, name: str, cache: CacheSettings | None) -> h5py.h5d.DatasetID:
-    """Open a dataset with a separate chunk cache, or with the file's default cache if ``cache`` is None."""
+    """Open a dataset with a separate chunk cache, or with the file's default cache if ``cache`` is None.
+
+    Raises FileError if HDF5 may crash on its chunks.
+    """
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
     if cache is not None:
         access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)
-    return h5py.h5d.open(file.id, name.encode(), access)
+    dataset = h5py.h5d.open(file.id, name.encode(), access)
+    check_chunks(h5py.Dataset(dataset))
+    return dataset
 
 
 def cache_of(dataset: h5py.h5d.DatasetID) -> CacheSettings:

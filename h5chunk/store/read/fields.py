@@ -21,7 +21,7 @@ from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.csr import plan_csr
 from h5chunk.store.format.header import CSR, DENSE, Header, check_values
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
-from h5chunk.store.hdf5.chunk_table import is_vlen
+from h5chunk.store.hdf5.chunk_table import check_chunks, is_vlen
 from h5chunk.store.hdf5.encodings import read_encoding
 from h5chunk.store.hdf5.guard import Guard, small_attribute
 from h5chunk.store.hdf5.open import errors_as
@@ -287,6 +287,7 @@ def _count_masked(file: h5py.File, guard: Guard, dataset: str) -> int:
         return 0
     guard.check_field(mask, dataset)
     with errors_as(FileError, f"{printable(guard.path)}: {dataset!r} is damaged"):
+        check_chunks(mask)
         return int(np.count_nonzero(mask[()]))
 
 

@@ -19,6 +19,7 @@ from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.layout import plan_layout
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
+from h5chunk.store.hdf5.chunk_table import check_chunks
 from h5chunk.store.hdf5.guard import MAX_RATIO, Guard, small_attribute
 from h5chunk.store.hdf5.open import errors_as
 
@@ -220,6 +221,8 @@ def read_image_sizes(group: h5py.Group, path: Path, field: ImagesField, offsets:
     """Read the sizes of all images. Raises FileError if they contradict the lengths of the images."""
     where = f"{printable(path)}: {field.name!r} is damaged"
     with errors_as(FileError, where):
+        for table in ImageSizes._fields:
+            check_chunks(group[table])
         sizes = ImageSizes(*(group[table][()] for table in ImageSizes._fields))
     area = sizes.heights.astype(np.float64) * sizes.widths
     lengths = np.diff(offsets)
@@ -250,6 +253,7 @@ def read_indptr(file: h5py.File, path: Path, field: RaggedField) -> np.ndarray:
             f"{where} is damaged: {pointers} claims {dataset.nbytes} bytes, but {dataset.id.get_storage_size()} are "
             "stored"
         )
+    check_chunks(dataset)
     try:
         indptr: np.ndarray = dataset[:].astype(np.int64)
     except OSError as error:

@@ -28,7 +28,7 @@ from h5chunk.remote.mirror import Mirror
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import Header, checksums_of, lost_fields, read_header
 from h5chunk.store.format.recommendation import Recommended, read_recommendation
-from h5chunk.store.hdf5.chunk_table import is_listed_wrongly, leaves_memory, list_chunks
+from h5chunk.store.hdf5.chunk_table import leaves_memory, list_chunks
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import OpenFile, descriptor_of, open_file, opened, translate_errors
 from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
@@ -351,8 +351,6 @@ class _Handle(OpenFile):
         self.id = open_dataset(file, field.dataset, cache)
         dataset = h5py.Dataset(self.id)
         self._checks: ChunkChecks | None = None
-        if dataset.chunks and dataset.size and not is_listed_wrongly(dataset):
-            list_chunks(dataset)  # raises an error if the chunks are damaged
         if field.name in sums and dataset.size:
             self._checks = ChunkChecks(Path(file.filename), field.name, list_chunks(dataset), sums[field.name])
         self._clears = leaves_memory(dataset)

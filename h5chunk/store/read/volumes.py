@@ -18,7 +18,7 @@ import numpy as np
 from h5chunk.errors import FieldError, OptionError, printable, shown
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.patches import RandomPatches, Tiles
-from h5chunk.store.hdf5.chunk_table import NotDirect
+from h5chunk.store.hdf5.chunk_table import NotDirect, check_chunks
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import open_file, opened, translate_errors
 from h5chunk.store.read.boxes import PatchBytes, VolumeBytes, pad
@@ -182,6 +182,9 @@ class PatchReader(H5Reader):
             if number not in files:
                 files[number] = open_file(path, rdcc_nbytes=64 << 20)
                 self.readers[number].check_unchanged()
+                for each in self.volume_fields.values():
+                    for name in (name for of, name in each.datasets if of == number):
+                        check_chunks(files[number][name])
             values: np.ndarray = files[number][dataset][tuple(box)]
             return values
 
@@ -198,6 +201,7 @@ def probe_volumes(*opened_as: Any) -> None:
     with opened(opened_as[0][0]) as file:
         for each in fields.values():
             for _, dataset in each.datasets:
+                check_chunks(file[dataset])
                 with suppress(NotDirect):
                     VolumeBytes(opened_as[0][0], each.name, 0, file[dataset], each)
 
