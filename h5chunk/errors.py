@@ -171,6 +171,16 @@ def allowing(num_bytes: int) -> str:
     return f"{num_bytes // (1 << 30) + 1}G"
 
 
+def exact_bytes(num_bytes: int) -> str:
+    """Format a number of bytes for a message that compares it with a limit, so that close numbers differ.
+
+    >>> exact_bytes(1204224)
+    '1,204,224 bytes (1.1 MiB)'
+    """
+    text = human_bytes(num_bytes)
+    return text if num_bytes < 1024 else f"{num_bytes:,} bytes ({text})"
+
+
 def difference_text(first: Sequence[Any], second: Sequence[Any], path: str, other_path: str) -> str:
     """Describe which names occur in only one of two files, or else where their order first differs.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import OptionError, human_bytes
+from h5chunk.errors import OptionError, exact_bytes
 from h5chunk.feed.nodes import ranks_of_node
 from h5chunk.plan.eviction import NextUses, uses_of_rows
 from h5chunk.plan.order import Order
@@ -56,8 +56,8 @@ class DiskCache:
         needed = num_windows * PAGE * sum(stop - first for each in runs.values() for first, stop in each)
         if needed > self._limit:
             raise OptionError(
-                f"cache_bytes is {human_bytes(self._limit)}, but the windows that are read at the same time need "
-                f"{human_bytes(needed)}: pass a cache_bytes of at least {needed}"
+                f"cache_bytes is {exact_bytes(self._limit)}, but the windows that are read at the same time need "
+                f"{exact_bytes(needed)}: pass a cache_bytes of at least {needed}"
             )
         absent = PAGE * sum(stop - first for mirror, each in runs.items() for first, stop in mirror.pages.absent(each))
         excess = absent + self.pending_bytes + self._disk_bytes() - self._limit

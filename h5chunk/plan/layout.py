@@ -108,6 +108,11 @@ def _choose_chunk_samples(num_samples: int, sample_bytes: int) -> tuple[int, lis
     ]
 
 
+def good_chunk_samples(num_samples: int, sample_bytes: int) -> int:
+    """Return a suitable number of samples per chunk, for data that is only read: samples may have any size."""
+    return _choose_chunk_samples(max(1, num_samples), max(1, sample_bytes))[0]
+
+
 def power_of_two_below(value: float) -> int:
     """Return the largest power of two that is at most ``value``, and at least 1."""
     return 1 << (math.floor(value).bit_length() - 1) if value >= 1 else 1

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from h5chunk.errors import OptionError, human_bytes
+from h5chunk.errors import OptionError, exact_bytes
 
 MIN_MEMORY_BYTES = 8 << 20
 STEP_BYTES = 16 << 20  # size of one read, if memory allows; scripts/bench_repack.py measures it
@@ -77,9 +77,9 @@ def memory_for_copying(memory_bytes: int, num_permuted: int) -> int:
         raise OptionError(f"memory is {memory_bytes} bytes: pass at least {MIN_MEMORY_BYTES}")
     remaining = memory_bytes - num_permuted * ORDER_BYTES
     if remaining < MIN_MEMORY_BYTES // 2:
-        need = human_bytes(num_permuted * ORDER_BYTES + MIN_MEMORY_BYTES)
+        need = exact_bytes(num_permuted * ORDER_BYTES + MIN_MEMORY_BYTES)
         raise OptionError(
-            f"memory is {human_bytes(memory_bytes)}, but shuffling {num_permuted} samples needs {need}: pass that much"
+            f"memory is {exact_bytes(memory_bytes)}, but shuffling {num_permuted} samples needs {need}: pass that much"
         )
     return remaining
 

@@ -116,11 +116,12 @@ class Pages:
         return found
 
     def put(self, first: int, stop: int, data: Any) -> None:
-        """Write pages that were absent, and then mark them as present."""
+        """Write pages, and then mark those that were absent as present."""
         write_at(self.descriptor, data, first * PAGE)
         pages = (memoryview(data)[at : at + PAGE] for at in range(0, len(data), PAGE))
         write_at(self._sums_file, np.fromiter(map(zlib.crc32, pages), SUM).tobytes(), first * SUM.itemsize)
-        self._mark(first, stop, b"\1")
+        for begin, end in self.absent([(first, stop)]):
+            self._mark(begin, end, b"\1")
 
     def _mark(self, first: int, stop: int, state: bytes) -> None:
         """Set the state of a run of pages. The mmap is not used, because it would kill the process on a full disk."""

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from h5chunk.errors import OptionError, SourceError, allowing, human_bytes, names_text, printable
+from h5chunk.errors import OptionError, SourceError, allowing, exact_bytes, names_text, printable
 from h5chunk.source import OpenContext, SampleField
 from h5chunk.sources.container import ZIP_LOCAL_HEADER, StoredFile
 from h5chunk.sources.kinds import ColumnOptions
@@ -225,8 +225,8 @@ def _open_array(
         return StoredArray(path, start + file.tell(), shape, dtype)
     if num_bytes > context.memory_bytes:
         raise SourceError(
-            f"{label} is compressed or in Fortran order, so it needs {human_bytes(num_bytes)} of memory, over the "
-            f"limit of {human_bytes(context.memory_bytes)}: save it in C order and uncompressed (np.save, np.savez), "
+            f"{label} is compressed or in Fortran order, so it needs {exact_bytes(num_bytes)} of memory, over the "
+            f"limit of {exact_bytes(context.memory_bytes)}: save it in C order and uncompressed (np.save, np.savez), "
             f"or allow more memory (--memory-bytes {allowing(num_bytes)})"
         )
     return np.frombuffer(file.read(num_bytes), dtype).reshape(shape, order="F" if is_fortran else "C")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import gzip
 import io
 import tarfile
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 import h5chunk
+from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors
 
 
 def save(path: Path, add: int, **options: Any) -> Path:
@@ -151,3 +153,45 @@ def test_a_zarr_folder_says_what_it_is(tmp_path: Path) -> None:
     for tool in TOOLS.values():
         with pytest.raises(h5chunk.H5ChunkError, match=r"Zarr folder.*zarr\.open"):
             tool(tmp_path / "a.zarr")
+
+
+def test_rows_of_more_than_4_gib_are_only_read(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)  # a sparse file, which needs no space
+        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        shape = h5py.h5s.create_simple((2, 5 << 30))
+        h5py.h5d.create(file.id, b"raw", h5py.h5t.NATIVE_UINT8, shape, properties)
+    patches = h5chunk.Patches(tmp_path / "v.h5", {"raw": "raw"}, (64,), channels="first", per_volume=4)
+    assert np.asarray(patches[0][0]).shape == (2, 64)
+    assert len(h5chunk.ChunkDataset(tmp_path / "v.h5", fields="raw")) == 2
+
+
+def test_offsets_that_compress_well_are_not_damaged(tmp_path: Path) -> None:
+    hdf5plugin = pytest.importorskip("hdf5plugin")
+    offsets = np.arange(0, 1_600_001, dtype=np.int64)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["values"] = np.arange(1_600_000, dtype="f4")
+        file.create_dataset("offsets", data=offsets, chunks=(len(offsets),), shuffle=True, **hdf5plugin.Zstd(19))
+        assert file["offsets"].id.get_storage_size() * 1032 + (1 << 20) < offsets.nbytes
+    dataset = h5chunk.ChunkDataset(tmp_path / "a.h5", fields="values", offsets={"values": "offsets"})
+    assert len(dataset) == 1_600_000
+
+
+def test_kept_chunks_of_volumes_have_one_limit_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5chunk.store.read.direct.KEPT_BYTES", 8 << 10)
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        for name, chunk in ("a", 16), ("b", 64):
+            data = np.random.default_rng(0).integers(0, 255, (128, 128), dtype="u1")
+            file.create_dataset(f"{name}/raw", data=data, chunks=(chunk, chunk), compression="gzip")
+    reader = h5chunk.Patches(tmp_path / "v.h5", {"raw": "*/raw"}, (8, 8), per_volume=64)._reader
+    fields, _ = direct_fields(reader)
+    out, field = np.empty((1, 64), np.uint8), fields["raw"]
+    descriptor = open_descriptors(reader)
+    for row in range(reader.num_samples):
+        for task in field.tasks(np.array([row]), np.array([0]), out):
+            task(descriptor)
+    close_descriptors(descriptor)
+    kept = [chunk for chunk in gc.get_objects() if type(chunk).__name__ == "_KeptChunk" and chunk.values is not None]
+    assert 0 < sum(len(chunk.values) for chunk in kept) <= 8 << 10
+    assert field.scratch_bytes(1) == 3 * 64 * 64 + (8 << 10)

@@ -18,7 +18,7 @@ from typing import IO, Any, ClassVar
 
 import numpy as np
 
-from h5chunk.errors import SourceError, human_bytes, printable
+from h5chunk.errors import SourceError, exact_bytes, human_bytes, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.kinds import MatrixSourceOptions
 from h5chunk.sources.options import Options
@@ -164,8 +164,8 @@ class MemoryLimit:
         needed = self._held_bytes + int(num_bytes / max(part_read, 0.01))
         unit, letter = (1 << 30, "G") if needed >= 1 << 30 else (1 << 20, "M")
         raise SourceError(
-            f"{self._name}: claims {claim}{where}, which take {human_bytes(num_bytes)} of memory{held}, over the "
-            f"limit of {human_bytes(self.memory_bytes)}: if this is right, allow more "
+            f"{self._name}: claims {claim}{where}, which take {exact_bytes(num_bytes)} of memory{held}, over the "
+            f"limit of {exact_bytes(self.memory_bytes)}: if this is right, allow more "
             f"(--memory-bytes {-(-needed // unit)}{letter})"
         )
 

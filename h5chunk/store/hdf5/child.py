@@ -28,7 +28,7 @@ from typing import Any, NoReturn, TypeVar
 
 from h5py._objects import phil
 
-from h5chunk.errors import FileError, H5ChunkError, WorkerError, human_bytes, printable
+from h5chunk.errors import FileError, H5ChunkError, WorkerError, exact_bytes, printable
 from h5chunk.machine import warnings_filtered
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.open import DAMAGES
@@ -173,7 +173,7 @@ def _too_much_memory(name: str, limits: memoryview) -> FileError:
     _, allowed, has_option = limits
     remedy = ". If you trust it, trusted=True (--trusted) removes this limit" if has_option else ""
     return FileError(
-        f"{name}: its metadata needs more memory than the {human_bytes(allowed)} that h5chunk allows for a file of its "
+        f"{name}: its metadata needs more memory than the {exact_bytes(allowed)} that h5chunk allows for a file of its "
         f"size, because it has very many objects or is damaged{remedy}"
     )
 

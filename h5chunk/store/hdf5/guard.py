@@ -5,7 +5,8 @@
 | soft and external links | each name on a path must be a hard link, which is checked before anything is opened |
 | external storage, virtual datasets | refused before their shape is queried |
 | unknown filters, repeated filters | refused before a chunk is read, so that no plugin is loaded |
-| shapes larger than the stored bytes | refused beyond 64 MiB plus 1032 times the stored bytes (`check_stored_size`) |
+| unwritten chunks | refused beyond 64 MiB plus 1032 times the stored bytes (`check_stored_size`) |
+| chunks above 256 MiB | refused beyond the highest ratio of their filters (`max_ratio`) |
 | chunks that overlap, are outside of the file, or have a wrong length | refused (`list_chunks`, `ChunkDecoder`) |
 | filters whose parameters do not match the chunks, so that HDF5 crashes | refused (`check_filters`) |
 | strings of variable length that describe a matrix | read without HDF5, which may hang on them |
@@ -39,14 +40,17 @@ from h5chunk.errors import (
     TrustError,
     UnsupportedError,
     as_text,
+    exact_bytes,
     human_bytes,
     printable,
 )
 from h5chunk.store.hdf5.chunk_table import check_chunks, is_variable
-from h5chunk.store.hdf5.codecs import BITSHUFFLE, KNOWN_FILTERS
+from h5chunk.store.hdf5.codecs import BITSHUFFLE, FLETCHER32, GZIP, KNOWN_FILTERS, LZ4, LZF, SHUFFLE
 from h5chunk.store.hdf5.open import DAMAGES, address_of, errors_as, explained
 
-MAX_RATIO = 1032  # gzip's highest compression ratio
+MAX_RATIO = 1032  # highest compression ratio of gzip, and of the filters in `WEAK_FILTERS`
+MAX_STRONG_RATIO = 1 << 17  # highest ratio of other filters: Zstandard stores 128 KiB of equal bytes in 4 bytes
+WEAK_FILTERS = {GZIP, SHUFFLE, FLETCHER32, LZF, LZ4}
 SLACK_BYTES = 64 << 20  # bytes that a shape may claim although nothing was written, because they read as the fill value
 SLACK_CHUNKS = 1 << 20  # chunks that a shape may claim although they were never written; each needs memory in a table
 MAX_INFLATED_BYTES = 256 << 20  # larger chunks must have enough stored bytes for MAX_RATIO
@@ -334,6 +338,14 @@ def check_filters(properties: h5py.h5p.PropDCID, where: str, *, trusted: bool, r
         )
 
 
+def max_ratio(properties: h5py.h5p.PropDCID) -> float:
+    """Return the highest compression ratio of undamaged data with the filters of a dataset."""
+    codes = {properties.get_filter(number)[0] for number in range(properties.get_nfilters())}
+    if h5py.h5z.FILTER_SCALEOFFSET in codes:
+        return math.inf  # a chunk of equal values has only a header
+    return MAX_RATIO if codes <= WEAK_FILTERS and not {GZIP, LZF} <= codes else MAX_STRONG_RATIO
+
+
 def check_stored_size(dataset: h5py.Dataset, properties: h5py.h5p.PropDCID, where: str) -> None:
     """Raise FieldError unless a dataset's shape, chunks and stored bytes match each other and the file's size."""
     shape, item_bytes = dataset.id.get_space().shape, dataset.id.get_type().get_size()
@@ -360,7 +372,7 @@ def _check_chunk_sizes(
     if not stored and chunk_bytes > MAX_INFLATED_BYTES:
         size = human_bytes(chunk_bytes)
         raise UnsupportedError(f"{where} has chunks of {size}, but none was ever written: write it first")
-    if chunk_bytes > max(MAX_INFLATED_BYTES, MAX_RATIO * stored):
+    if chunk_bytes > max(MAX_INFLATED_BYTES, max_ratio(properties) * stored):
         raise FieldError(
             f"{where} has chunks of {human_bytes(chunk_bytes)}, but only {human_bytes(stored)} are stored: it is "
             "damaged, or a decompression bomb"
@@ -390,7 +402,7 @@ def check_attributes(item: h5py.HLObject, where: str, names: Iterable[str] | Non
         if is_variable(attribute.get_type()):
             raise FileError(f"{where}: attribute {name!r} has variable length, so h5chunk did not write it")
         if attribute.get_storage_size() > MAX_ATTRIBUTE_BYTES:
-            size, limit = human_bytes(attribute.get_storage_size()), human_bytes(MAX_ATTRIBUTE_BYTES)
+            size, limit = exact_bytes(attribute.get_storage_size()), exact_bytes(MAX_ATTRIBUTE_BYTES)
             raise FileError(f"{where}: attribute {name!r} has {size}, but the limit is {limit}")
 
 

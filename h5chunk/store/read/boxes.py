@@ -217,7 +217,7 @@ class PatchBytes(ByteReader):
 
     def scratch_bytes(self, num_threads: int) -> int:
         slab = SLAB_BYTES if len(self.chunks) < len(self._volumes) else 0
-        return num_threads * max(slab, 3 * max((chunks.chunk_bytes for chunks in self.chunks), default=0))
+        return max(num_threads * slab, super().scratch_bytes(num_threads))
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> Iterator[ReadTask]:
         """Yield tasks as `ByteReader.tasks` does. Rows may be in any order.

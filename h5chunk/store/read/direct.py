@@ -76,19 +76,19 @@ class DecodedChunks:
         if self._raw.left_to_hdf5:
             raise NotDirect(self._raw.left_to_hdf5)
         self._checks = ChunkChecks(path, name, table, sums[name], indptr) if name in sums else None
-        self.num_kept = max(1, min(num_kept, KEPT_BYTES // self.chunk_bytes))
+        self._kept_bytes = max(1, min(num_kept, KEPT_BYTES // self.chunk_bytes)) * self.chunk_bytes
         self.are_tiny = self.chunk_bytes < TINY_BYTES and len(table) >= MANY_CHUNKS
         self.forget()
 
     def forget(self) -> None:
         """Free the kept chunks, and replace locks that threads of a forked parent may hold."""
         self.local = threading.local()
-        self._kept: OrderedDict[tuple[int, int], _KeptChunk] = OrderedDict()
-        self._kept_lock = threading.Lock()
+        self.kept = _KeptChunks(self._kept_bytes)
 
     def share_kept(self, other: DecodedChunks) -> None:
         """Share the cache of another dataset, which then keeps the most recently used chunks of both."""
-        self._kept, self._kept_lock = other._kept, other._kept_lock
+        other.kept.limit_bytes = max(other.kept.limit_bytes, self._kept_bytes)
+        self.kept = other.kept
 
     def read(self, descriptor: int, chunk: int, *, is_whole: bool) -> np.ndarray:
         """Read and decode a chunk: (chunk_bytes,) uint8, valid until this thread's next call.
@@ -100,11 +100,7 @@ class DecodedChunks:
             values = scratch(self.local, "decoded", self.chunk_bytes)
             self._decode(descriptor, chunk, values)
             return values
-        with self._kept_lock:
-            kept = self._kept.setdefault((id(self), chunk), _KeptChunk())
-            self._kept.move_to_end((id(self), chunk))
-            if len(self._kept) > self.num_kept:
-                self._kept.popitem(last=False)
+        kept = self.kept.entry((id(self), chunk), self.chunk_bytes)
         with kept.lock:
             if kept.values is None:
                 values = np.empty(self.chunk_bytes, np.uint8)
@@ -120,9 +116,29 @@ class DecodedChunks:
 
 
 class _KeptChunk:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, num_bytes: int) -> None:
+        self.lock, self.num_bytes = threading.Lock(), num_bytes
         self.values: np.ndarray | None = None
+
+
+class _KeptChunks:
+    """The most recently used decoded chunks of one or several datasets, of at most ``limit_bytes`` or one chunk."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._lock, self._num_bytes = threading.Lock(), 0
+        self._chunks: OrderedDict[tuple[int, int], _KeptChunk] = OrderedDict()
+
+    def entry(self, key: tuple[int, int], num_bytes: int) -> _KeptChunk:
+        """Return the entry of a chunk of ``num_bytes``, which is empty if the chunk is new."""
+        with self._lock:
+            if key not in self._chunks:
+                self._chunks[key] = _KeptChunk(num_bytes)
+                self._num_bytes += num_bytes
+            self._chunks.move_to_end(key)
+            while self._num_bytes > self.limit_bytes and len(self._chunks) > 1:
+                self._num_bytes -= self._chunks.popitem(last=False)[1].num_bytes
+            return self._chunks[key]
 
 
 class ByteReader:
@@ -172,8 +188,8 @@ class ByteReader:
         """Return how many bytes of memory threads need for chunks, in addition to the rows themselves."""
         if not self.chunks:
             return 0
-        kept = sum(chunks.num_kept * chunks.chunk_bytes for chunks in self.chunks)
-        return 3 * num_threads * max(chunks.chunk_bytes for chunks in self.chunks) + kept
+        limits = {id(chunks.kept): chunks.kept.limit_bytes for chunks in self.chunks}
+        return 3 * num_threads * max(chunks.chunk_bytes for chunks in self.chunks) + sum(limits.values())
 
     def forget(self) -> None:
         """Free the memory that is kept between tasks. Each thread then shares its buffers among all ``chunks``."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, OptionError, printable
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.plan.layout import choose_window_chunks, plan_layout
+from h5chunk.plan.layout import choose_window_chunks, good_chunk_samples
 from h5chunk.store.format.header import Header
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.encoded import EncodedField
@@ -77,8 +77,7 @@ class FileSet(H5Reader):
         main = self.fields[self.readers[0].main.name]
         chunk_samples = [reader.chunk_samples for reader in self.readers]
         if not any(reader.main.grid.chunks for reader in self.readers):  # contiguous data has no chunks
-            plan = plan_layout(max(1, self.num_samples), max(1, main.grid.sample_bytes))
-            chunk_samples = [plan.chunk_samples] * len(lengths)
+            chunk_samples = [good_chunk_samples(self.num_samples, main.grid.sample_bytes)] * len(lengths)
         files = zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), chunk_samples, strict=True)
         starts = np.concatenate([*(np.arange(start, stop, size) for start, stop, size in files), self.starts[-1:]])
         with_samples = [size for num_samples, size in zip(lengths, chunk_samples, strict=True) if num_samples]

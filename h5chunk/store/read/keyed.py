@@ -17,7 +17,7 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.plan.layout import plan_layout
+from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as
 from h5chunk.store.hdf5.codecs import ChunkDecoder, DecodeError, NoDecoder, scratch
@@ -47,7 +47,7 @@ class KeyedReader(H5Reader):
         self.index = index = open_index(path, patterns, attributes, trusted, report)
         self.num_samples, self.starts = len(index), np.array([0, len(index)])
         total = sum(int(field.sample_bytes().sum()) for field in index.fields.values())
-        self.chunk_samples = plan_layout(len(index), max(1, total // len(index))).chunk_samples
+        self.chunk_samples = good_chunk_samples(len(index), total // len(index))
         self._describe_fields()
         self._file: tuple[int, Any] = (0, None)  # the process that has opened the file, and the file
         self._opened, self._lock = None, threading.Lock()
@@ -256,7 +256,8 @@ class KeyedBytes(ByteReader):
         return f"{printable(self._reader.path)}: {self._reader.dataset_of(self.name, row)!r}"
 
     def _where(self, offset: int) -> str:
-        return self._path_of(int(np.abs(self._field.places - offset).argmin()))
+        before = (self._field.kinds == CONTIGUOUS) & (self._field.places <= offset)
+        return self._path_of(int(np.where(before, self._field.places, -1).argmax()))
 
 
 class SampleTask:

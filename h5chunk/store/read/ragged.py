@@ -17,10 +17,10 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.plan.cache import ChunkGrid
-from h5chunk.plan.layout import plan_layout
+from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
 from h5chunk.store.hdf5.chunk_table import check_chunks
-from h5chunk.store.hdf5.guard import MAX_RATIO, Guard, small_attribute
+from h5chunk.store.hdf5.guard import Guard, max_ratio, small_attribute
 from h5chunk.store.hdf5.open import errors_as
 
 SLACK_BYTES = 1 << 20
@@ -159,7 +159,7 @@ def describe_series(file: h5py.File, path: Path, name: str, samples: FlatSamples
     if table.ndim != 1 or table.dtype.kind not in "iu" or num_rows < 0:
         text = f"{samples.table!r} is {table.dtype} {table.shape}"
         raise FieldError(f"{printable(path)}: {text}: {kind} must be integers in one dimension")
-    chunk_samples = plan_layout(max(1, num_rows), max(1, values.nbytes // max(1, num_rows))).chunk_samples
+    chunk_samples = good_chunk_samples(num_rows, values.nbytes // max(1, num_rows))
     if filtered := values.id.get_create_plist().get_nfilters() > 0:  # use at least the samples of a compressed chunk
         chunk_samples = max(chunk_samples, math.ceil(values.chunks[0] * num_rows / max(1, len(values))))
     chunk_samples = max(1, min(chunk_samples, num_rows))
@@ -248,7 +248,7 @@ def read_indptr(file: h5py.File, path: Path, field: RaggedField) -> np.ndarray:
         pointers, entry_items = repr(field.table), field.step_items
     where, num_entries = f"{printable(path)}: {field.name!r}", field.num_entries // entry_items
     dataset = file[field.path_of(field.pointers)]
-    if dataset.nbytes > dataset.id.get_storage_size() * MAX_RATIO + SLACK_BYTES:
+    if dataset.nbytes > dataset.id.get_storage_size() * max_ratio(dataset.id.get_create_plist()) + SLACK_BYTES:
         raise FileError(
             f"{where} is damaged: {pointers} claims {dataset.nbytes} bytes, but {dataset.id.get_storage_size()} are "
             "stored"

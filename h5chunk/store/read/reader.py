@@ -23,7 +23,7 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, OptionError, UnsupportedError, printable
 from h5chunk.plan.cache import CALL_BYTES, CacheSettings
 from h5chunk.plan.csr import bounded_window, fullest_chunks
-from h5chunk.plan.layout import choose_window_chunks, plan_layout
+from h5chunk.plan.layout import choose_window_chunks, good_chunk_samples
 from h5chunk.remote.mirror import Mirror
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import Header, checksums_of, lost_fields, read_header
@@ -127,8 +127,8 @@ class H5Reader:
         self.main: Field | RaggedField = self.ragged or max(
             self.fields.values(), key=lambda field: field.grid.sample_bytes
         )
-        good = plan_layout(max(1, self.num_samples), max(1, self.main.grid.sample_bytes))
-        self.chunk_samples: int = self.main.grid.band_samples or good.chunk_samples  # contiguous data has no chunks
+        good = good_chunk_samples(self.num_samples, self.main.grid.sample_bytes)
+        self.chunk_samples: int = self.main.grid.band_samples or good  # contiguous data has no chunks
 
     @property
     def matrix(self) -> MatrixField | None:

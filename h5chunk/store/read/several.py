@@ -152,12 +152,6 @@ class FilesField(ByteReader):
         self.chunks = [chunks for field in self._fields.values() for chunks in field.chunks]
         self.forget()
 
-    def scratch_bytes(self, num_threads: int) -> int:
-        if not self.chunks:
-            return 0
-        kept = max(chunks.num_kept * chunks.chunk_bytes for chunks in self.chunks)
-        return 3 * num_threads * max(chunks.chunk_bytes for chunks in self.chunks) + kept
-
     def forget(self) -> None:
         super().forget()
         for chunks in self.chunks:
@@ -234,7 +228,7 @@ class RowsAt(ByteReader):
         return len(rows) * self.row_bytes
 
     def _where(self, offset: int) -> str:
-        row = int(np.abs(self._offsets - offset).argmin())
+        row = int(np.where(self._offsets <= offset, self._offsets, -1).argmax())
         episode = int(np.searchsorted(self._file.episodes.starts, row, "right")) - 1
         return f"{printable(self._file.path)}: {self._file.episodes.readers[episode].fields[self.name].dataset!r}"
 

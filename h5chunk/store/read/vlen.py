@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, UnsupportedError, printable
-from h5chunk.plan.layout import plan_layout
+from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
 from h5chunk.store.hdf5.open import descriptor_of
 from h5chunk.store.hdf5.raw_chunks import RawChunks
@@ -45,7 +45,7 @@ def describe_vlen(dataset: h5py.Dataset, path: Path, name: str) -> VlenField:
         raise UnsupportedError(f"{where} has {dataset.ndim} axes, or addresses of fewer than 8 bytes: {REMEDY}")
     pointers = read_pointers(dataset, path)
     num_rows, total = len(dataset), int(vlen_indptr(pointers, dataset, path, dtype.itemsize)[-1])
-    chunk_samples = plan_layout(max(1, num_rows), max(1, total * dtype.itemsize // max(1, num_rows))).chunk_samples
+    chunk_samples = good_chunk_samples(num_rows, total * dtype.itemsize // max(1, num_rows))
     chunk_samples = max(1, min(chunk_samples, num_rows))
     sizes, first = (num_rows, total, chunk_samples), pointers[:1].tobytes()
     return VlenField(name, dataset.name, *sizes, False, step_shape=(), value_dtype=dtype, first=first)

@@ -17,7 +17,7 @@ import numpy as np
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.draws import Draws
-from h5chunk.plan.layout import plan_layout
+from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.plan.selection import starts_of_runs
 from h5chunk.store.hdf5.ranges import ReadTask
 from h5chunk.store.read.csr import CsrBuffers
@@ -72,7 +72,7 @@ class WindowReader(H5Reader):
     def _chunks_together(self) -> int:
         """Return how many chunks of frames to join into one chunk, so that most windows of the chunk share frames."""
         frames = self.frames
-        wanted = plan_layout(max(1, frames.num_samples), max(1, frames.main.grid.sample_bytes)).chunk_samples
+        wanted = good_chunk_samples(frames.num_samples, frames.main.grid.sample_bytes)
         dense = [self.steps[name] for name in self.steps if self.is_dense(name)]
         wanted = max(wanted, *(SHARED * int(steps[-1] - steps[0]) for steps in dense), 1)
         return max(1, round(wanted / frames.chunk_samples))

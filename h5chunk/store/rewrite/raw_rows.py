@@ -14,7 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5chunk.errors import OptionError, human_bytes, printable
+from h5chunk.errors import OptionError, exact_bytes, printable
 from h5chunk.plan.repack import MemoryShares, Packing, plan_packing
 from h5chunk.store.hdf5.chunk_table import is_listed_wrongly, list_chunks
 from h5chunk.store.hdf5.codecs import scratch
@@ -73,7 +73,7 @@ class RawRows:
         else:
             count = math.prod(-(-size // chunk) for size, chunk in zip(shape, chunk_shape, strict=True))
             if count * TABLE_BYTES > shares.part_bytes * 4:
-                need = human_bytes(count * TABLE_BYTES)
+                need = exact_bytes(count * TABLE_BYTES)
                 raise OptionError(
                     f"{where} has {count} chunks, whose table needs {need}: use more memory (--memory-bytes)"
                 )
@@ -94,7 +94,7 @@ class RawRows:
         self._spilled: SpilledChunks | None = None
         if chunks.decodes and not is_compact and self._per_band * chunks.chunk_bytes > shares.part_bytes:
             if chunks.chunk_bytes > SPILLED_PARTS * shares.part_bytes:
-                need = human_bytes(chunks.chunk_bytes)
+                need = exact_bytes(chunks.chunk_bytes)
                 raise OptionError(f"{where} has compressed chunks of {need}: use more memory (--memory-bytes)")
             self._spilled = SpilledChunks(chunks, self._per_band, folder)
             self.num_threads, self.whole_bands = 1, False

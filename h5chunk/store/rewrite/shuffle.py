@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from h5chunk.errors import OptionError, human_bytes
+from h5chunk.errors import OptionError, exact_bytes
 from h5chunk.machine import in_order
 from h5chunk.plan.repack import MemoryShares, plan_buckets, plan_steps, plan_uneven
 from h5chunk.store.hdf5.codecs import scratch
@@ -120,8 +120,8 @@ class UnevenRows(Rows):
         if longest > part_bytes:
             row = int(self._counts.argmax())
             raise OptionError(
-                f"{where}: row {row} needs {human_bytes(longest)} of memory, but the memory limit allows "
-                f"{human_bytes(part_bytes)} per row: use more memory (--memory-bytes)"
+                f"{where}: row {row} needs {exact_bytes(longest)} of memory, but the memory limit allows "
+                f"{exact_bytes(part_bytes)} per row: use more memory (--memory-bytes)"
             )
 
     def spans(self, shares: MemoryShares, step_bytes: int) -> Iterator[range]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import OptionError, SourceError, human_bytes, printable
+from h5chunk.errors import OptionError, SourceError, exact_bytes, printable
 from h5chunk.machine import available_cores
 from h5chunk.plan.csr import index_dtype, plan_csr
 from h5chunk.plan.layout import Layout, plan_layout
@@ -127,8 +127,8 @@ def _write_dense(
     need = layout.chunk_bytes * 3 * (threads + 1)
     if need > memory_bytes // 2:
         raise OptionError(
-            f"dense chunks of {human_bytes(layout.chunk_bytes)} need {human_bytes(need)} of memory while they are "
-            f"written, but half of memory_bytes is {human_bytes(memory_bytes // 2)}: raise memory_bytes, or use a "
+            f"dense chunks of {exact_bytes(layout.chunk_bytes)} need {exact_bytes(need)} of memory while they are "
+            f"written, but half of memory_bytes is {exact_bytes(memory_bytes // 2)}: raise memory_bytes, or use a "
             "smaller chunk_samples"
         )
     is_compressed = options.compression != "none"

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.plan.layout import MAX_CHUNK_BYTES, choose_window_chunks, plan_layout
+from h5chunk.plan.layout import choose_window_chunks, good_chunk_samples
 from h5chunk.plan.order import Order, choose_interleave, with_full_windows
 from h5chunk.plan.slots import plan_slots
 
@@ -176,7 +176,7 @@ def _other_chunks(facts: DataFacts) -> list[int]:
         return []
     size = max(1, facts.grid.sample_bytes)
     past = 1 << (PAST_CACHE // size).bit_length()
-    chosen = plan_layout(facts.num_samples, size).chunk_samples if size <= MAX_CHUNK_BYTES else 1
+    chosen = good_chunk_samples(facts.num_samples, size)
     max_samples = max(1, facts.num_samples // FEWEST_CHUNKS)
     counts = {chosen} | ({past} if past <= max_samples else set())
     counts |= {min(max_samples, 1 << max(0, (target // size).bit_length() - 1)) for target in CHUNK_BYTES}
