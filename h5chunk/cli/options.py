@@ -112,7 +112,7 @@ fields = option(
     "--fields",
     multiple=True,
     metavar="DATASET",
-    show_default="images, and labels if FILE has them",
+    show_default="those that h5chunk info names",
     heading=FIELDS,
     help="Dataset to read (repeatable).",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -230,6 +231,7 @@ def test_an_idle_gpu_is_explained_by_what_python_did(changes, cause, gain):
 def reading_chunks(rest=0.0001, **changes):
     file = {
         "path": "/a/x.h5",
+        "dataset": "/x",
         "bytes": 1 << 24,
         "shape": [2000, 32, 32, 3],
         "chunks": [100, 32, 32, 3],
@@ -258,7 +260,7 @@ def test_a_chunk_cache_is_advised_by_the_bytes_that_it_saves():
 def test_a_line_that_reads_bad_chunks_is_cured_by_repacking_and_opened_as_info_says():
     line = Line("reading", "/a/train.py:7", 0.9, 1.0, "file['x'][i]")
     fixes = {fix.name: fix.code for fix in reading_chunks(lines=[line]).fixes}
-    assert "h5chunk info repacked.h5" in next(code for name, code in fixes.items() if name.startswith("repack"))
+    assert "h5chunk info /a/x-repacked.h5" in next(code for name, code in fixes.items() if name.startswith("repack"))
     assert not any("train.py" in name for name in fixes)
 
 
@@ -302,7 +304,15 @@ def test_stages_of_a_chunk_loader_are_measured(tmp_path, resident):
 
 def test_threads_of_a_chunk_loader_that_decode_too_slowly_are_the_limit_until_data_is_used_more_often():
     stages = {"reading": 0.002, "decoding": 0.018, "gathering": 0.0005, "copying": 0.0, "waiting": 0.0075}
-    facts = {"num_threads": 2, "resident": False, "fits": True, "form": "", "compressed": True, "echo": 1.0}
+    facts = {
+        "num_threads": 2,
+        "path": "/a/x.h5",
+        "resident": False,
+        "fits": True,
+        "form": "",
+        "compressed": True,
+        "echo": 1.0,
+    }
     found = diagnose(seen(stages=stages, fetches=[], lines=[], loader={"kind": "ChunkLoader", "made_at": "", **facts}))
     assert found.cause == "decoding" and "90% of the work of the loader's threads (2)" in found.verdict
     gains = {fix.name: fix.gain.value for fix in found.fixes}
@@ -595,3 +605,24 @@ def test_only_the_dataset_that_is_read_is_examined(tmp_path, monkeypatch):
             list(loader)
         assert h5py.h5f.get_obj_count(file.id, h5py.h5f.OBJ_DATASET) == 0
     assert report.seen.files[0]["path"] == str(path) and report.seen.files[0]["chunks"] == [10, 400]
+
+
+def test_the_commands_of_fixes_run_as_they_are_printed(tmp_path):
+    path = tmp_path / "a b.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("g/x", data=np.zeros((400, 4000), "u1"), chunks=(400, 4000), compression="gzip")
+
+    class Stored(Quick):
+        def __getitem__(self, i):
+            return file["g/x"][i]
+
+    with h5py.File(path, rdcc_nbytes=0) as file, h5chunk.doctor(loader := DataLoader(Stored(), 10)) as report:
+        list(loader)
+    command, cache = (fix.code for fix in report.diagnosis.fixes if fix.code.startswith(("h5chunk", "h5py")))
+    assert f"\n     {command}\n" in f"{report}\n"
+    for part in command.split(" && "):
+        assert run(*shlex.split(part)[1:]).exit_code == 0
+    with eval(cache) as file:
+        assert file["g/x"].shape == (400, 4000)
+    with h5py.File(tmp_path / "a b-repacked.h5") as file:
+        assert file["g/x"].chunks[0] < 400

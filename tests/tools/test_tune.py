@@ -228,7 +228,7 @@ def test_cache_below_chunk(tmp_path):
     options = {"shape": (3, 200, 200), "chunks": (80, 3, 200, 200), "compression": "gzip"}  # 9.6 MB, HDF5 caches 8 MiB
     found = h5chunk.tune(images_file(tmp_path / "a.h5", np.arange(160) % 2, **options), **QUICK)
     check_advice(found, "cache_below_chunk")
-    assert "rdcc_nbytes=" in found.advice[[a.code for a in found.advice].index("cache_below_chunk")].remedy
+    assert "rdcc_nbytes=" in found.advice[[a.code for a in found.advice].index("cache_below_chunk")].message
 
 
 def test_slow_filter(tmp_path, any_size):
@@ -676,3 +676,40 @@ def test_a_sidecar_appears_at_once(tmp_path, monkeypatch):
         write_recommendation(path, 4, CacheSettings(5, 6), **about)
     assert read_recommendation(path) == (3, CacheSettings(5, 6))
     assert [each.name for each in tmp_path.iterdir()] == ["a.h5.h5chunk.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        *(({"window": 4, **option}, next(iter(option))) for option in ({"batch_size": 8}, {"budget_s": 1.0})),
+        *(
+            ({"patch": (4, 4), **option}, next(iter(option)))
+            for option in ({"device": "cuda"}, {"memory_bytes": 1 << 30})
+        ),
+        ({"path": "s3://bucket/a.h5", "min_effective_batch": 0.5}, "min_effective_batch"),
+        ({"path": "s3://bucket/a.h5", "memory_bytes": 1 << 30}, "memory_bytes"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(options, name):
+    with pytest.raises(OptionError, match=f"{name} is .*: leave it out"):
+        h5chunk.tune(**{"path": "a.h5", **options})
+
+
+@pytest.mark.parametrize("command", [h5chunk.tune, h5chunk.bench])
+def test_fields_that_info_names_are_the_default(tmp_path, command):
+    path = make_file(
+        tmp_path / "a.h5", **{"g/x": (values((600, 50), "u1"), {}), "g/labels": (np.arange(600) // 60, {})}
+    )
+    found = command(path, batch_size=32, workers=[0], budget_s=0.3)
+    fields = h5chunk.info(path).fields
+    assert "g/x" in fields
+    if command is h5chunk.tune:
+        assert samples_of(found) == 600
+        assert found.row(TODAY).effective_batch is not None  # by g/labels
+    else:
+        assert found.fields == fields
+
+
+def test_advice_for_a_file_that_is_to_be_kept_is_for_other_readers(tmp_path):
+    text = str(h5chunk.tune(images_file(tmp_path / "a.h5", chunks=(N // 2, 1, 12, 12), compression="gzip"), **QUICK))
+    assert text.startswith("Keep the file") and "\nadvice for other readers, such as plain h5py: sample_spans" in text

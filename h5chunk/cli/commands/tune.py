@@ -25,7 +25,7 @@ from h5chunk.cli.options import FIELDS, LAYOUT, NUMBERS, OUTPUT, option
 @option(
     "--group-by",
     metavar="DATASET",
-    show_default="labels, if FILE has them",
+    show_default="labels, if FILE has any",
     heading=FIELDS,
     help="Dataset, such as labels, in which similar samples have equal values. It is used to measure shuffle quality.",
 )

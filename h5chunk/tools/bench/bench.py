@@ -21,6 +21,8 @@ from h5chunk.errors import (
 from h5chunk.machine import available_cores
 from h5chunk.store.read.files import Paths, open_reader
 from h5chunk.store.read.ragged import ImagesField
+from h5chunk.store.read.reader import H5Reader
+from h5chunk.tools.info.usual import Fields, with_usual_fields
 from h5chunk.tools.measure.checks import (
     CROP,
     batch_bytes,
@@ -78,7 +80,7 @@ def bench(
     device : str
         Device of the batches of `ChunkLoader`: ``"cpu"`` or ``"cuda"``.
     fields : sequence or mapping of str, optional
-        As for `ChunkDataset`.
+        As for `ChunkDataset`, whose defaults are used. If it has none for this file: those that `h5chunk.info` names.
     budget_s : float
         Approximate duration in seconds. All stages are measured in several rounds; figures are medians.
     workers : sequence of int, optional
@@ -105,7 +107,11 @@ def bench(
     batch_size = check_whole("batch_size", batch_size, 1)
     check_budget(budget_s)
     device_name = describe_device(device)
-    reader = open_reader(path, field_mapping(fields), trusted=trusted)
+
+    def open_fields(fields: Fields) -> H5Reader:
+        return open_reader(path, field_mapping(fields), trusted=trusted)
+
+    reader, fields = with_usual_fields(open_fields, path, fields, trusted)
     if reader.matrix is not None:
         raise FieldError(f"{printable(reader.path)}: has a sparse matrix, which bench cannot measure: use h5chunk tune")
     subject = Subject(

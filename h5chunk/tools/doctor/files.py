@@ -88,6 +88,7 @@ def describe_dataset(data: Any) -> tuple[str, dict[str, Any]]:
     if not data.shape or data.dtype.kind not in "biuf":
         return path, {}
     return path, {
+        "dataset": data.name,
         "shape": data.shape,
         "chunks": data.chunks,
         "itemsize": data.dtype.itemsize,

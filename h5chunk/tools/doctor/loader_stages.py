@@ -88,6 +88,7 @@ class Stages:
         return {
             **CHUNK_LOADER,
             "made_at": loader.__dict__.get("_made_at", ""),
+            "path": str(source.reader.path),
             "num_threads": source.num_threads,
             "resident": loader.is_resident,
             "echo": loader._echo,

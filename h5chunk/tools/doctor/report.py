@@ -13,10 +13,11 @@ from h5chunk.errors import SourceError, count_text, human_bytes
 from h5chunk.tools.doctor.collect import collect
 from h5chunk.tools.model.diagnosis import Diagnosis, diagnose
 from h5chunk.tools.model.seen import Seen
-from h5chunk.tools.report import Report
+from h5chunk.tools.report import Report, code
 
 SHOWN_FIXES = 5
 SHOWN_LINES = 4  # of a loop without a loader
+COMMANDS = ("h5chunk", "h5py.File")  # what fixes that can be copied begin with
 BAR = 16  # characters of a full bar
 
 
@@ -95,7 +96,7 @@ class DoctorReport(Report):
             yield "fixes, by predicted gain:"
         for number, fix in enumerate(self.diagnosis.fixes[:SHOWN_FIXES], 1):
             yield f"  {number}. {fix.name}: {fix.gain_text}"
-            yield f"     {fix.code}"
+            yield f"     {code(fix.code) if fix.code.startswith(COMMANDS) else fix.code}"
         if self.check is not None:
             yield f"checked: {self.check}"
         yield from (f"note: {note}" for note in self.notes)

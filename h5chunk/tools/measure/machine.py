@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from h5chunk.plan.cache import CacheSettings
 REGION_BYTES = 128 << 20  # memory to copy from: larger than most processors' caches
 MIN_PIECE_BYTES = 1 << 20  # smaller copies would measure the overhead of Python calls
 DEVICE_COPY_BYTES = 256 << 20
+MEMORY_FILES = "memory.max", "memory.current"  # limit and use of a control group in version 2
 
 
 class NotMeasured(Exception):
@@ -129,18 +130,42 @@ def default_cache() -> CacheSettings:
     return CacheSettings.of(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[1:])
 
 
-def available_bytes() -> int:
-    """Return the number of bytes of memory that this process may use, including reclaimable page cache."""
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return the number of bytes of memory that this process may use, including reclaimable page cache.
+
+    The limits of its control groups count without what their processes use already. ``root`` is the folder that
+    contains ``proc`` and ``sys``.
+    """
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = (root / "proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return max(0, min([free, *_left_in_groups(root)]))
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """Yield the memory that is left in each control group of this process that has a limit."""
     try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        return min(free, limit)
-    except (OSError, ValueError):  # no limit: no such file, or "max"
-        return free
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in groups:
+        if controllers not in ("", "memory"):
+            continue
+        limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else MEMORY_FILES
+        mount = root / "sys/fs/cgroup" / controllers
+        group = mount / path.lstrip("/")
+        for folder in {mount, group, *(parent for parent in group.parents if parent.is_relative_to(mount))}:
+            with suppress(OSError, ValueError):  # no such group (a container may show only its own), or no limit
+                left = int((folder / limit).read_text()) - int((folder / used).read_text())
+                yield left + _file_cache(folder / "memory.stat")
+
+
+def _file_cache(path: Path) -> int:
+    """Return the bytes of a control group that are pages of files, which the kernel frees if memory is needed."""
+    numbers = dict(line.split() for line in path.read_text().splitlines())
+    return sum(int(numbers.get(f"total_{name}", numbers.get(name, 0))) for name in ("active_file", "inactive_file"))
 
 
 def cuda_device() -> str | None:

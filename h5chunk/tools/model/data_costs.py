@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -131,15 +132,14 @@ def _loader_fixes(seen: Seen, reading: float) -> Iterator[Fix]:
         left = seen.loader_threads / seen.cores
         yield fix(f"num_threads={seen.cores}", left, f"{call}num_threads={seen.cores})", num_threads=seen.cores)
     if known["form"] == "encoded":
-        code = "h5chunk convert IMAGES new.h5 --size H,W, which stores raw pixels in about ten times the space"
+        code = "convert the images again with --size, which stores pixels of one size, in about ten times the space"
         yield fix("raw images", reading, code, True)
     elif known["form"] == "raw":
-        code = (
-            "h5chunk convert IMAGES new.h5 --keep-encoded, which needs about a tenth of the space; threads then decode"
-        )
+        code = "convert the images again with --keep-encoded, which needs a tenth of the space; threads then decode"
         yield fix("encoded images", 0.1 * reading + 1 - reading, code, True)
     elif known["compressed"]:
-        yield fix("no compression", reading, "h5chunk repack old.h5 new.h5 --compression none", True)
+        path, uncompressed = shlex.quote(known["path"]), shlex.quote(beside(known["path"], "uncompressed"))
+        yield fix("no compression", reading, f"h5chunk repack {path} {uncompressed} --compression none", True)
     if known["echo"] == 1:
         echo = min(MAX_ECHO, math.ceil(10 * seen.iteration / busy) / 10)
         code = f"{call}echo={echo:g}), which uses each sample {echo:g} times: check how this affects learning"
@@ -215,12 +215,24 @@ def _reads(seen: Seen) -> Iterator[Fix]:
     left = max(reading / ratio, min(reading, seen.h5_reads * CALL_S))
     share = (reading - left) / seen.fetch
     gain = gain_of(seen, *(_without(seen, x, x) for x in (share, share - left / seen.fetch)))
-    code = f"h5chunk repack {file['path']} repacked.h5, then the loader that h5chunk info repacked.h5 prints"
+    path, repacked = shlex.quote(file["path"]), shlex.quote(beside(file["path"], "repacked"))
+    code = f"h5chunk repack {path} {repacked} --fields {shlex.quote(file['dataset'])} && h5chunk info {repacked}"
     yield Fix(f"repack {file['path'].rpartition('/')[2]}", gain, code)
     size = (grid.num_chunks + 1) * grid.chunk_bytes
     if size < MAX_CACHE:
-        code = f"h5py.File(..., rdcc_nbytes={size:_}, rdcc_nslots={grid.num_slots}) in each worker"
+        code = f"h5py.File({file['path']!r}, rdcc_nbytes={size}, rdcc_nslots={grid.num_slots})"
         yield Fix(f"chunk cache of {human_bytes(size)}", gain, code, {"cache": [grid.num_slots, size]})
+
+
+def beside(path: str, word: str) -> str:
+    """Return the path of a new version of a file.
+
+    >>> beside("data/a.b.h5", "repacked")
+    'data/a.b-repacked.h5'
+    """
+    folder, slash, name = path.rpartition("/")
+    stem, dot, suffix = name.rpartition(".")
+    return f"{folder}{slash}{stem or suffix}-{word}{dot}{suffix if dot else ''}"
 
 
 def _lock(seen: Seen) -> Iterator[Fix]:

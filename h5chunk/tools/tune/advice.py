@@ -24,7 +24,7 @@ PIECES = (2, 16, 64)  # lengths of pieces in which labels are compared, besides 
 
 @dataclass(frozen=True)
 class Advice:
-    """A problem of the data, with its figures and its remedy, which is a command or settings for h5py.File.
+    """A problem of the data, with its figures and its remedy: a command, or a sentence if the source is needed.
 
     ``code`` is ``labels_clustered``, ``sample_spans_chunks``, ``giant_chunk``, ``cache_below_chunk``, ``slow_filter``,
     ``slow_decoding`` or ``exceeds_memory``.
@@ -76,10 +76,11 @@ def advise_layout(grid: ChunkGrid, cache: CacheSettings, repack: str) -> list[Ad
         settings = f"rdcc_nbytes={cache_bytes}, rdcc_nslots={grid.num_slots}, rdcc_w0=0.75"
         consequence = "decodes it completely" if grid.filtered else "reads it in pieces"
         message = (
-            f"a chunk of {size} does not fit in the cache of {human_bytes(cache.nbytes)}, so each access {consequence}"
+            f"a chunk of {size} does not fit in the cache of {human_bytes(cache.nbytes)}, so each access "
+            f"{consequence}; it fits with the arguments {settings} of h5py.File"
         )
         figures = {"cache_bytes": cache.nbytes, "chunk_bytes": grid.chunk_bytes, "wanted_bytes": cache_bytes}
-        found.append(Advice("cache_below_chunk", message, f"h5py.File(..., {settings}), or {repack}", figures))
+        found.append(Advice("cache_below_chunk", message, repack, figures))
     return found
 
 
@@ -118,7 +119,7 @@ def advise_images(study: Study, rate: float) -> list[Advice]:
     field, memory = study.reader.ragged, available_bytes()
     if not isinstance(field, ImagesField):
         return []
-    convert = "h5chunk convert SOURCE NEW.h5"
+    convert = "convert the images again, with"
     if field.form == "raw":
         if field.num_entries <= memory:
             return []
@@ -142,5 +143,5 @@ def advise_images(study: Study, rate: float) -> list[Advice]:
         f"{human_bytes(num_bytes)}, {num_bytes / field.num_entries:,.1f} times as much, "
         f"which {'fit' if fits else 'do not fit'} in the {human_bytes(memory)} of free memory"
     )
-    smaller = f"{convert} --keep-encoded --max-side {2 * CROP}, or more cores"
+    smaller = f"{convert} --keep-encoded --max-side {2 * CROP}, or use more cores"
     return [Advice("slow_decoding", message, f"{convert} --keep-size" if fits else smaller, figures)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from h5chunk.errors import FieldError, OptionError, count_text, human_bytes, printable
+from h5chunk.errors import FieldError, count_text, human_bytes, printable
 from h5chunk.plan.layout import choose_window_chunks
 from h5chunk.store.read.files import open_reader
 from h5chunk.tools.measure.checks import check_samples
@@ -110,13 +110,6 @@ def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e6:,.1f} MB/s"
 
 
-def check_only_local(options: Mapping[str, Any]) -> None:
-    """Raise OptionError if an option that applies only to local files is set."""
-    for name, value in options.items():
-        if value is not None:
-            raise OptionError(f"{name} is {value!r}, but it applies only to local files: leave it out for a URL")
-
-
 def tune_store(
     path: str,
     fields: Mapping[str, str] | Sequence[str] | None,
@@ -211,13 +204,16 @@ def choose(trials: Sequence[Trial], chunk_bytes: int, requests: int) -> Trial:
 def _commands(
     path: str, chosen: Trial, store: StoreRequests, chunk_samples: int, window_chunks: int, *, is_fixed: bool
 ) -> list[str]:
-    """Return the command that rewrites a local copy of the objects in other chunks, if that is recommended."""
+    """Return the command that rewrites the objects in other chunks, if that is recommended.
+
+    Objects of a web server are rewritten to a local file.
+    """
     if chosen.request_bytes == store.chunk_bytes or is_fixed:
         return []
     sizes = ["--chunk-samples", str(chunk_samples), "--window-chunks", str(window_chunks)]
-    return [
-        shell_command(["h5chunk", "repack", "LOCAL_COPY", f"{path.rstrip('/').removesuffix('.h5')}-tuned.h5", *sizes])
-    ]
+    base, suffix = path.rstrip("/").removesuffix(".h5"), ".h5" if path.endswith(".h5") else ""
+    target = base.rpartition("/")[2] if path.startswith("http") else base
+    return [shell_command(["h5chunk", "repack", path, f"{target}-tuned{suffix}", *sizes])]
 
 
 def _code(path: str, chosen: Trial, store: StoreRequests, batch_size: int, device: str) -> list[str]:

@@ -229,7 +229,8 @@ def _read_groups(study: Study, file: h5py.File, group_by: str | None) -> np.ndar
 
     If there is no such dataset, add a note, or raise OptionError if the user named it.
     """
-    name = "labels" if group_by is None else group_by
+    labels = next((field for field in study.fields.values() if field.rpartition("/")[2] == "labels"), "labels")
+    name = labels if group_by is None else group_by
     found = _find_groups(study, file, study.fields.get(name, name))
     if isinstance(found, h5py.Dataset):
         return integer_groups(found[:])

@@ -13,6 +13,7 @@ from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.child import in_child
 from h5chunk.store.write.new_file import write_recommendation
+from h5chunk.tools.info.usual import Fields, with_usual_fields
 from h5chunk.tools.measure.checks import check_budget, worker_counts
 from h5chunk.tools.measure.machine import available_bytes, default_cache, describe_device, library_versions
 from h5chunk.tools.model.clustering import MIN_CHANCE
@@ -31,7 +32,7 @@ from h5chunk.tools.tune.chunk_shapes import ChunkRecommendation, recommend_chunk
 from h5chunk.tools.tune.commands import code_for, rewrite_command
 from h5chunk.tools.tune.plot import check_plot
 from h5chunk.tools.tune.plot import plot as draw
-from h5chunk.tools.tune.remote import StoreRecommendation, check_only_local, tune_store
+from h5chunk.tools.tune.remote import StoreRecommendation, tune_store
 from h5chunk.tools.tune.report import Recommendation, TuneRow
 from h5chunk.tools.tune.search import NEW, PLAIN, TODAY, Search
 from h5chunk.tools.tune.study import (
@@ -73,8 +74,8 @@ def tune(
     ----------
     path : path
         An h5chunk file, or any other HDF5 file. For a URL, tune measures the store's latency, and its rate for several
-        sizes and numbers of concurrent requests, and recommends a size and a number. ``workers``, ``group_by``,
-        ``plot`` and ``apply`` apply only to local files.
+        sizes and numbers of concurrent requests, and recommends a size and a number. ``memory_bytes``, ``workers``,
+        ``group_by``, ``min_effective_batch``, ``plot`` and ``apply`` apply only to local files.
     batch_size : int
         Number of samples per batch.
     memory_bytes : int
@@ -84,7 +85,7 @@ def tune(
     device : str
         Device of the batches.
     fields : sequence or mapping of str, optional
-        As for `ChunkDataset`.
+        As for `ChunkDataset`, whose defaults are used. If it has none for this file: those that `h5chunk.info` names.
     group_by : str, optional
         Dataset in which similar samples have equal values. Default: ``labels``, if it exists.
     window : int, optional
@@ -113,8 +114,15 @@ def tune(
     OptionError
         An argument is invalid.
     """
+    only_local: dict[str, Any] = {"memory_bytes": memory_bytes, "workers": workers, "group_by": group_by}
+    only_local |= {"min_effective_batch": min_effective_batch, "plot": plot, "apply": apply}
     if window is not None or patch:
-        _check_alone(path, "window" if window is not None else "patch", fields, group_by, workers, plot, apply)
+        name = "patch" if window is None else "window"
+        if is_url(path):
+            raise OptionError(f"{name} applies only to local files: leave it out for a URL")
+        measuring = {"batch_size": batch_size, "device": device, "fields": fields, "budget_s": budget_s}
+        _check_ignored({**only_local, **measuring}, f"{name} computes chunks without measuring")
+        check_converted(path)
         return recommend_chunks(path, window, patch, trusted)
     batch_size, memory_bytes = check_whole("batch_size", batch_size, 1), check_whole("memory_bytes", memory_bytes, 1)
     check_budget(budget_s)
@@ -124,19 +132,23 @@ def tune(
 
     describe_device(device)
     if is_url(path):
-        given = {"workers": workers, "group_by": group_by, "plot": plot, "apply": apply or None}
-        check_only_local(given)
+        _check_ignored(only_local, "it applies only to local files")
         return tune_store(str(path), fields, batch_size, device, TimeBudget("tune", budget_s, progress), trusted)
     if plot is not None:
         check_plot(plot)
     usual = [number for number in (0, 1, 2, MAX_WORKERS) if number <= max(1, available_cores())]
     numbers = worker_counts(workers, usual)
     check_converted(path)
-    budget, named = TimeBudget("tune", budget_s, progress), field_mapping(fields)
+    budget = TimeBudget("tune", budget_s, progress)
     with temporary_folder() as folder:
         options: dict[str, Any] = {"batch_size": batch_size, "group_by": group_by, "trusted": trusted}
+
+        def read_facts(fields: Fields) -> Study:
+            named = field_mapping(fields)
+            return in_child(lambda _: study_file(path, named, folder=folder, **options), lambda: printable(path))
+
         try:
-            study = in_child(lambda _: study_file(path, named, folder=folder, **options), lambda: printable(path))
+            study, _ = with_usual_fields(read_facts, path, fields, trusted)
         except FieldError as error:
             if type(error) is not FieldError or "has no dataset 'images'" not in str(error):
                 raise
@@ -165,14 +177,12 @@ def tune(
         return replace(found, seconds=budget.taken_s)
 
 
-def _check_alone(path: str | os.PathLike[str], name: str, *others: Any) -> None:
-    if is_url(path):
-        raise OptionError(f"{name} applies only to local files: leave it out for a URL")
-    if any(others):
-        raise OptionError(
-            f"{name} computes chunks without measuring: leave out fields, group_by, workers, plot and apply"
-        )
-    check_converted(path)
+def _check_ignored(given: Mapping[str, Any], reason: str) -> None:
+    """Raise OptionError if an option that would have no effect has another value than its default."""
+    for name, value in given.items():
+        default = (tune.__kwdefaults__ or {})[name]
+        if value is not default and (default is None or value != default):
+            raise OptionError(f"{name} is {value!r}, but {reason}: leave it out")
 
 
 def _settings(study: Study, workers: Sequence[int], min_share: float) -> list[Setting]:
