@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from h5chunk.errors import FileError, OutputError, printable
 from h5chunk.remote.mirror import NO_OPTIONS, exists, list_url, put, remove
 from h5chunk.store.read.files import list_files
+from h5chunk.store.write.journal import has_command_id
 from h5chunk.store.write.output import NUMBERED
 from h5chunk.tools.shared import SharedFolder
 from h5chunk.urls import is_url, parse
@@ -44,9 +45,19 @@ def uploads(command: Command) -> Command:
         given.update(given.pop("options", {}))
         url, overwrite = given.pop(name), given.pop("overwrite", False)
         source = given.pop(next(iter(signature.parameters)))
-        return _upload(url.rstrip("/"), lambda path: command(source, path, overwrite=True, **given), given, overwrite)
+        return _upload(url.rstrip("/"), functools.partial(_make, command, source, given), given, overwrite)
 
     return run  # type: ignore[return-value]
+
+
+def _make(command: Command, source: Any, options: dict[str, Any], path: Path) -> Any:
+    """Write the local output, unless an earlier call with the same arguments has written it completely."""
+    if has_command_id(path):
+        try:
+            return command(source, path, overwrite=False, **options)
+        except OutputError:  # it is the output of another call
+            pass
+    return command(source, path, overwrite=True, **options)
 
 
 class Uploads:
@@ -57,6 +68,8 @@ class Uploads:
 
     def __init__(self, url: str, folder: Path, *, overwrite: bool) -> None:
         self.url, self._folder, self._overwrite = url, folder, overwrite
+        self._record = folder.with_name("uploaded")  # lines that identify the files in the store, also of earlier calls
+        self._uploaded = set(self._record.read_text().splitlines()) if self._record.exists() else set()
         self._files: dict[str, Future[None]] = {}
         self._old: list[str] = []  # files that are replaced
         self.sizes: dict[str, int] = {}  # sizes, in bytes, of the files that workers have uploaded
@@ -70,11 +83,20 @@ class Uploads:
         if file.name in self._files or FIRST_SHARD.search(file.name):
             return
         self.begin()
+        if _identity(file) in self._uploaded and exists(f"{self.url}/{file.name}"):
+            self._files[file.name] = Future()
+            self._files[file.name].set_result(None)
+            return
         self._folder.mkdir(exist_ok=True)
         link = self._folder / file.name  # because the folder of the file will be renamed
         link.unlink(missing_ok=True)
         os.link(file, link)
-        self._files[file.name] = self._pool.submit(put, link, f"{self.url}/{file.name}")
+        self._files[file.name] = self._pool.submit(self._put, link)
+
+    def _put(self, file: Path) -> None:
+        put(file, f"{self.url}/{file.name}")
+        with self._record.open("a") as record:
+            record.write(f"{_identity(file)}\n")
 
     def begin(self) -> None:
         """Remove the first of the old shards that the upload replaces.
@@ -104,6 +126,11 @@ class Uploads:
     def close(self) -> None:
         """Cancel the uploads that are still queued, and wait for the running ones."""
         self._pool.shutdown(cancel_futures=True)
+
+
+def _identity(file: Path) -> str:
+    status = file.stat()
+    return f"{file.name} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
 _current: ContextVar[Uploads | None] = ContextVar("uploads", default=None)
@@ -199,8 +226,13 @@ def _upload(url: str, make: Callable[[Path], Any], options: dict[str, Any], over
             else:
                 put(path, url)
         except FileError as error:
+            rest = (
+                "upload the rest"
+                if has_command_id(path)
+                else "write and upload them again, because changes in this source cannot be detected"
+            )
             raise OutputError(
-                f"{error}. All files are complete in {printable(folder)}; repeat the call to upload the rest"
+                f"{error}. All files are complete in {printable(folder)}; repeat the call to {rest}"
             ) from None
     shutil.rmtree(folder)
     return report

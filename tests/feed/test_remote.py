@@ -435,11 +435,29 @@ def test_outputs_are_uploaded(photos, tmp_path):
         h5chunk.convert(samples, f"{server.url}/shards", shards=2)
         assert sorted(server.objects) == ["/new.h5", *(f"/shards/shards-0000{n}-of-00002.h5" for n in range(2))]
         server.refuses_uploads = True
-        with pytest.raises(OutputError, match="repeat the call to upload the rest"):
+        with pytest.raises(OutputError, match="repeat the call to write and upload them again, because changes in"):
             h5chunk.convert(samples, f"{server.url}/other.h5")
         server.refuses_uploads = False
         h5chunk.convert(samples, f"{server.url}/other.h5")
         assert "/other.h5" in server.objects
+    assert not list((tmp_path / "cache" / "h5chunk" / "uploads").iterdir())
+
+
+@pytest.mark.parametrize("command", [h5chunk.convert, h5chunk.repack])
+def test_what_failed_to_be_uploaded_is_uploaded_without_writing_it_again(bucket, class_folder, tmp_path, command):
+    source, options = class_folder(), {"shards": 3}
+    if command is h5chunk.repack:
+        h5chunk.convert(source, source := tmp_path / "new", shards=3)
+        options = {}
+    bucket.refused = "new-00000"
+    with pytest.raises(OutputError, match="repeat the call to upload the rest"):
+        command(source, "s3://bucket/new", **options)
+    assert sorted(bucket.objects) == [f"/bucket/new/new-0000{n}-of-00003.h5" for n in (1, 2)]
+    bucket.refused, bucket.puts = "nothing", []
+    report = command(source, "s3://bucket/new", **options)
+    assert report.already_complete and report.path == "s3://bucket/new"
+    assert bucket.puts == ["/bucket/new/new-00000-of-00003.h5"]
+    assert len(h5chunk.ChunkDataset("s3://bucket/new")) == 20
     assert not list((tmp_path / "cache" / "h5chunk" / "uploads").iterdir())
 
 
@@ -568,7 +586,7 @@ def test_objects_are_repacked_and_checked_on_a_cluster(bucket, photos, tmp_path)
 def test_a_failed_upload_in_parts_is_aborted(bucket):
     values = {"images": np.zeros((600, 3, 100, 100), np.uint8), "labels": np.arange(600)}
     bucket.refuses_parts = True
-    with pytest.raises(OutputError, match="repeat the call to upload the rest"):
+    with pytest.raises(OutputError, match="repeat the call to write and upload them again"):
         h5chunk.convert(values, "s3://bucket/large.h5")
     assert (bucket.objects, bucket.parts) == ({}, {})
     bucket.refuses_parts = False
