@@ -40,6 +40,10 @@ class OptionError(H5ChunkError, ValueError):
     """An argument or option is invalid."""
 
 
+class MissingPackageError(H5ChunkError, ImportError):
+    """An optional package is not installed; the message names the extra that installs it."""
+
+
 class SourceError(H5ChunkError, ValueError):
     """The raw data is missing, empty or inconsistent."""
 

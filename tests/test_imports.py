@@ -17,10 +17,11 @@ PACKAGE = Path(h5chunk.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py"))
 
 STORE = {"store.hdf5", "store.format", "store.read", "store.write", "store.rewrite"}
-GROUND = {"errors", "machine", "stamp", "urls", "remote"}
+GROUND = {"errors", "extras", "machine", "stamp", "urls", "remote"}
 MAY_IMPORT = {
     **{room: set() for room in GROUND},
-    "remote": {"errors", "stamp", "urls"},
+    "extras": {"errors"},
+    "remote": {"errors", "extras", "stamp", "urls"},
     "native": set(),
     "source": {"errors"},
     "plan": {"errors"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import json
 import os
 import socket
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import FileError, OptionError
+from h5chunk.extras import require
 
 NOTE_S = 0.1  # seconds between notes
 START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from h5chunk.remote.server import main; main()"
@@ -142,8 +142,7 @@ def _connect() -> Client:
             return Client(_paths[-1])
         except OSError:
             _paths.pop()
-    if importlib.util.find_spec("obstore") is None:
-        raise OptionError('reading from a URL needs obstore: run pip install "h5chunk[remote]"')
+    require("obstore", "reading from a URL")
     if sys.platform != "linux":
         raise OptionError("reading from a URL needs Linux: copy the file to this machine")
     path = str(Path(tempfile.mkdtemp(prefix="h5chunk-remote-")) / "socket")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
 
 from h5chunk.errors import SourceError
+from h5chunk.extras import load
 from h5chunk.source import ENDS_IN_NULL
 
 
@@ -18,7 +18,7 @@ class _LazyModule:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self._name), name)
+        return getattr(load(self._name, "reading text, .parquet or ids"), name)
 
 
 pyarrow: Any = _LazyModule("pyarrow")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import OptionError, SourceError, printable
-from h5chunk.source import OpenContext
 from h5chunk.sources import foreign
 from h5chunk.sources.kinds import KINDS
 from h5chunk.sources.listing import check_source
@@ -18,8 +17,6 @@ from h5chunk.sources.matrix.joined import SeveralFiles, list_paths
 from h5chunk.sources.options import Options, flag_of, one_of
 from h5chunk.sources.recognise import is_path, read_head
 from h5chunk.store.hdf5.lookalike import describe_lookalike
-
-PACKAGES = {"pyarrow": "tables"}  # optional packages, and the extras that install them
 
 
 def all_kinds() -> list[Any]:
@@ -70,19 +67,6 @@ def _unrecognised() -> str:
     examples = "".join(f"\n  {kind.name:8}{kind.example}" for kind in KINDS if kind.example)
     known = f"If it is one of these, name its format, for example with --format csv:{examples}"
     return f"not recognised. {known}\n{foreign.ANY_WAY}"
-
-
-def open_kind(kind: Any, source: Any, options: Options, context: OpenContext) -> Any:
-    """Open a source of a known kind. Raises SourceError if an optional package is missing."""
-    try:
-        return kind.open(source, options, context)
-    except ModuleNotFoundError as error:
-        if error.name not in PACKAGES:
-            raise
-        raise SourceError(
-            f"{describe(source)}: reading {kind.kind} requires {error.name}: "
-            f'pip install "h5chunk[{PACKAGES[error.name]}]"'
-        ) from None
 
 
 def choose_options(

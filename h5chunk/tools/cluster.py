@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import h5chunk
 from h5chunk.errors import H5ChunkError, OptionError, OutputError, WorkerError, count_text, printable
+from h5chunk.extras import load
 
 Say = Callable[[int], None]
 Task = Callable[[Any, Say], Any]
@@ -201,23 +202,21 @@ def connected(client: Any) -> Iterator[Cluster]:
     ``client`` is a `distributed.Client`, the address of a scheduler such as ``tcp://host:8786``, the path of a
     scheduler file (.json), or ``local:N`` to start N worker processes on this machine.
     """
-    try:
-        from distributed import Client, LocalCluster
-    except ImportError:
-        raise OptionError('running on a Dask cluster needs dask: pip install "h5chunk[distributed]"') from None
-    if isinstance(client, Client):
+    distributed = load("distributed", "running on a Dask cluster")
+    if isinstance(client, distributed.Client):
         yield Cluster(client)
         return
     with ExitStack() as stack:
         try:
             if isinstance(client, str) and client.startswith("local:"):
                 about = {"threads_per_worker": 1, "dashboard_address": "127.0.0.1:0", "memory_limit": 0}
-                address: Any = stack.enter_context(LocalCluster(_num_workers(client), host="127.0.0.1", **about))
+                processes = distributed.LocalCluster(_num_workers(client), host="127.0.0.1", **about)
+                address: Any = stack.enter_context(processes)
             elif isinstance(client, str) and "://" in client:
                 address = client
             else:
                 address = json.loads(Path(client).read_text(encoding="utf-8"))["address"]
-            connection = stack.enter_context(Client(address, timeout=CONNECT_S))
+            connection = stack.enter_context(distributed.Client(address, timeout=CONNECT_S))
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, OptionError):
                 raise

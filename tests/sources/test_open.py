@@ -199,12 +199,12 @@ def test_only_text_needs_pyarrow(tmp_path):
     (tmp_path / "r.csv").write_bytes(b"1,2,3\n")
     code = (
         f"import sys; sys.path[:0] = {sys.path!r}; sys.modules['pyarrow'] = None\n"
-        "from h5chunk.errors import SourceError\n"
+        "from h5chunk.errors import MissingPackageError\n"
         "from support.open_source import open_source\nassert len(list(open_source('m.npz').blocks(1 << 20))) == 1\n"
         "assert 'scipy' not in sys.modules\ntry: open_source('r.csv')\n"
-        "except SourceError as error: print(error)\n"
+        "except MissingPackageError as error: print(error)\n"
     )
     out = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path, timeout=240
     )
-    assert out.stdout.strip() == 'r.csv: reading csv requires pyarrow: pip install "h5chunk[tables]"'
+    assert out.stdout.strip() == 'reading text, .parquet or ids needs pyarrow: pip install "h5chunk[tables]"'

@@ -19,7 +19,7 @@ from support.pictures import pixels
 
 import h5chunk
 from h5chunk.cli import main
-from h5chunk.errors import OptionError, OutputError, SampleError, WorkerError
+from h5chunk.errors import MissingPackageError, OptionError, OutputError, SampleError, WorkerError
 from h5chunk.store.write.part_file import lock
 from h5chunk.tools import cluster
 from h5chunk.tools.cluster import connected
@@ -229,7 +229,7 @@ def test_a_worker_with_another_version(client, class_folder, tmp_path, monkeypat
 
 def test_without_dask(class_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(OptionError, match=r"h5chunk\[distributed\]"):
+    with pytest.raises(MissingPackageError, match=r"h5chunk\[distributed\]"):
         h5chunk.convert(class_folder(count=10), tmp_path / "out", shards=2, client="local:1")
 
 

@@ -354,7 +354,7 @@ def test_a_sample_that_does_not_fit_in_memory(tmp_path: Path) -> None:
 def test_compression_without_hdf5plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_images(tmp_path / "a.h5")
     monkeypatch.setitem(sys.modules, "hdf5plugin", None)
-    with pytest.raises(OptionError, match=r'hdf5plugin is missing: pip install "h5chunk\[codecs\]"'):
+    with pytest.raises(H5ChunkError, match=r'needs hdf5plugin: pip install "h5chunk\[codecs\]"'):
         repack(tmp_path / "a.h5", tmp_path / "b.h5", compression="zstd")
 
 

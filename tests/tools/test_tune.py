@@ -546,7 +546,7 @@ def test_plot(converted, tmp_path, monkeypatch):
         with pytest.raises(OutputError, match="does not exist"):
             h5chunk.tune(path, plot=tmp_path / "none" / "a.png", **QUICK)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(OptionError, match="plot"):
+    with pytest.raises(h5chunk.H5ChunkError, match="plot"):
         h5chunk.tune(path, plot=tmp_path / "a.png", **QUICK)
 
 

@@ -62,7 +62,7 @@ class SeveralFiles(SparseSource):
 
     @classmethod
     def open(cls, source: Any, options: JoinOptions, context: OpenContext) -> SeveralFiles:
-        from h5chunk.sources.open import choose_options, find_kind, open_kind
+        from h5chunk.sources.open import choose_options, find_kind
 
         format = None if context.format == cls.kind else context.format
         paths, sources = list_paths(source, any_folder=format is not None), []
@@ -75,7 +75,7 @@ class SeveralFiles(SparseSource):
             if not issubclass(kind, SparseSource) or issubclass(kind, SeveralFiles):
                 raise SourceError(_not_joined(source, path, f"contains {kind.noun}"))
             [inner] = choose_options(kind, path, given, [kind.Options])
-            sources.append(open_kind(kind, path, inner, replace(context, format=None)))
+            sources.append(kind.open(path, inner, replace(context, format=None)))
         if not sources:
             raise SourceError(
                 f"{_shown(source)}: there are no files to join: pass a list of paths, a folder of .h5ad files, or a "

@@ -8,9 +8,9 @@ import threading
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError
+from h5chunk.errors import FileError, UnsupportedError
 from h5chunk.store.hdf5.chunk_table import ChunkTable, stored_item_bytes
-from h5chunk.store.hdf5.codecs import ChunkDecoder, DecodeError, NoDecoder, scratch
+from h5chunk.store.hdf5.codecs import INSTALL, KNOWN_FILTERS, ChunkDecoder, DecodeError, NoDecoder, scratch
 from h5chunk.store.hdf5.ranges import read_bytes
 
 
@@ -37,6 +37,8 @@ class RawChunks:
                 self._decoder = ChunkDecoder(properties, self.chunk_bytes, self._item_bytes)
             except NoDecoder as error:
                 self.left_to_hdf5 = str(error)
+        if self.needs_hdf5:
+            _check_available(properties, where)
         self._fill: np.ndarray | None = None
         self._is_listed = table is not None
         self._dataset = dataset if self.needs_hdf5 or (self._table.offsets < 0).any() else None
@@ -120,3 +122,12 @@ class RawChunks:
         space.select_hyperslab(start, count)
         dataset.read(h5py.h5s.create_simple(count), space, values, dataset.get_type())
         return values
+
+
+def _check_available(properties: h5py.h5p.PropDCID, where: str) -> None:
+    """Raise UnsupportedError if HDF5 has no decoder for one of the filters."""
+    for number in range(properties.get_nfilters()):
+        code = properties.get_filter(number)[0]
+        if code in KNOWN_FILTERS and not h5py.h5z.filter_avail(code):
+            label = f"{KNOWN_FILTERS[code]} ({code})"
+            raise UnsupportedError(f"{where} is compressed with filter {label}, which needs hdf5plugin: {INSTALL}")

@@ -14,7 +14,7 @@ from h5chunk.errors import FileError, OptionError, count_text, printable
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.source import SampleSource
 from h5chunk.sources.matrix.block import SparseSource
-from h5chunk.sources.open import choose_options, describe, find_kind, open_kind
+from h5chunk.sources.open import choose_options, describe, find_kind
 from h5chunk.sources.options import flag_of
 from h5chunk.sources.recognise import is_path
 from h5chunk.store.hdf5.open import translate_errors
@@ -151,7 +151,7 @@ def _open_source(
     if "manifest" in requested:
         recorded.pop("split_folders", None)
     source_options, options = choose_options(kind, source, {**recorded, **requested}, (kind.Options, AppendOptions))
-    return open_kind(kind, source, source_options, open_context(options, old.path, progress)), options
+    return kind.open(source, source_options, open_context(options, old.path, progress)), options
 
 
 def _duplicate_names(job: SampleJob) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from h5chunk.errors import OptionError
 from h5chunk.source import OpenContext
 from h5chunk.sources.matrix.block import SparseSource
-from h5chunk.sources.open import choose_options, find_kind, open_kind
+from h5chunk.sources.open import choose_options, find_kind
 from h5chunk.sources.recognise import is_path
 from h5chunk.store.write.journal import has_command_id
 from h5chunk.store.write.output import check_folder
@@ -168,7 +168,7 @@ def _open(
     (check_folder if is_folder else check_output)(path, overwrite=overwrite or has_command_id(path))
     if isinstance(write_options, SampleOptions):
         context = replace(open_context(write_options, path, progress), is_guessed=format is None)
-        opened = open_kind(kind, source, source_options, context)
+        opened = kind.open(source, source_options, context)
     else:
         with explain_memory_error(write_options.memory_bytes):
             context = OpenContext(
@@ -177,6 +177,6 @@ def _open(
                 is_guessed=format is None,
                 format=format,
             )
-            opened = open_kind(kind, source, source_options, context)
+            opened = kind.open(source, source_options, context)
         check_not_source(path, *opened.files())
     return opened, path, write_options, source_options.non_defaults()

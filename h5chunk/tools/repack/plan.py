@@ -14,6 +14,7 @@ import numpy as np
 from h5py import h5d
 
 from h5chunk.errors import FileError, OptionError, human_bytes, printable
+from h5chunk.extras import load
 from h5chunk.plan.repack import MemoryShares, memory_for_copying
 from h5chunk.store.format.header import Header, header_attributes
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES, ArraySpec, FileSpec
@@ -343,10 +344,7 @@ def parse_compression(text: str | None) -> tuple[Filter, ...]:
 
 
 def _plugin_filters(name: str, level: int) -> tuple[Filter, ...]:
-    try:
-        import hdf5plugin
-    except ImportError:
-        raise OptionError(f'compression is {name!r} but hdf5plugin is missing: pip install "h5chunk[codecs]"') from None
+    hdf5plugin = load("hdf5plugin", f"compression {name!r}")
     made = {"zstd": lambda: hdf5plugin.Zstd(clevel=level), "lz4": hdf5plugin.LZ4, "blosc": hdf5plugin.Blosc}[name]()
     code = int(made["compression"])
     if not h5py.h5z.filter_avail(code):

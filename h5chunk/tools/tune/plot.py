@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import OptionError, OutputError, printable
+from h5chunk.extras import load
 from h5chunk.tools.model.settings import Trial
 from h5chunk.tools.report import check_writable
 from h5chunk.tools.tune.report import Recommendation
@@ -19,12 +20,8 @@ COLORS = {TODAY: "tab:blue", PLAIN: "tab:gray"}
 
 def check_plot(path: str | os.PathLike[str]) -> None:
     """Raise OptionError or OutputError if a picture cannot be written to this path."""
-    try:
-        import matplotlib  # noqa: F401
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise OptionError('plot needs matplotlib, which is not installed: pip install "h5chunk[plot]"') from None
-    path, kinds = Path(path), FigureCanvasBase.get_supported_filetypes()
+    bases = load("matplotlib.backend_bases", "plot")
+    path, kinds = Path(path), bases.FigureCanvasBase.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in kinds:
         raise OptionError(f"{printable(path)}: is not a picture: use one of the suffixes {', '.join(sorted(kinds))}")
     check_writable(path)

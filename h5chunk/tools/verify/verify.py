@@ -329,6 +329,9 @@ class _FileCheck:
                 counted = count_text(checked.num_chunks, "chunk")
                 self._problems.append(f"{name!r} has {counted}, but {len(expected)} checksums")
                 checked = CheckedDataset(self._path, dataset, None, on_values)
+        except UnsupportedError as error:  # such as a filter whose decoder is not installed
+            self._refuse(error)
+            return
         except DAMAGES as error:
             self._problems.append(without_path(error, self._path))
             return
