@@ -39,9 +39,11 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from h5chunk.errors import SampleError
 from h5chunk.machine import warnings_filtered
+from h5chunk.sources.foreign import AS_PICTURES
 from h5chunk.sources.kinds import MAX_PIXELS, ImageOptions
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
+JPEG_2000 = (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 DRAFT_GAP = 2  # minimum ratio of the size at which a JPEG is decoded to the requested size
 
@@ -91,6 +93,8 @@ def decode(image: bytes | Image.Image, options: ImageOptions, is_mask: bool = Fa
         raise
     except UnidentifiedImageError:
         start = f"; starts with {image[:16]!r}" if isinstance(image, bytes) else ""
+        if isinstance(image, bytes) and (image[4:8] == b"ftyp" or image.startswith(JPEG_2000)):
+            start = f": it is AVIF, HEIF or JPEG 2000: in Python, {AS_PICTURES}"
         raise SampleError(
             f"is not an image in a known format ({', '.join(FORMATS)}), or is a variant that Pillow cannot read{start}"
         ) from None

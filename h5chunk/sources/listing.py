@@ -39,12 +39,9 @@ from h5chunk.sources.pairs import (
     stem_of,
     take_masks,
 )
-from h5chunk.sources.recognise import EXTENSIONS
+from h5chunk.sources.recognise import EXTENSIONS, SYSTEM
 from h5chunk.urls import hint_for_url
 
-SYSTEM = {  # names of files and folders of systems and tools, which reports do not list as ignored
-    b"__MACOSX", b".DS_Store", b".git", b".ipynb_checkpoints", b"Thumbs.db", b"desktop.ini", b"@eaDir",
-}  # fmt: skip
 MAX_PAIRED = 8  # largest number of folders that are compared by the names of their files
 MAX_STEMS = 1000  # number of names that are compared
 MIN_PAIRS = 3  # smallest number of names that folders must share
@@ -102,14 +99,24 @@ def read_tree(source: str | os.PathLike[str], report_found: ReportFound) -> Tree
         files = _split_paths(members)
     tree = Tree(printable(path), container, {}, [], [])
     _add_files(tree, files, report_found)
-    tops = {name.partition(b"/")[0] for name, directory in tree.directories.items() if directory.files}
-    if not path.is_dir() and len(tops) == 1 and b"" not in tops:  # strip the folder that contains all images
-        top, directories = tops.pop() + b"/", tree.directories
-        inside = (name for name in directories if (name + b"/").startswith(top))
-        tree.directories = {name[len(top) :]: directories[name] for name in inside}
-        tree.tables = [(name[len(top) :], number) for name, number in tree.tables if name.startswith(top)]
+    if not path.is_dir():
+        _strip_top(tree)
     report_found(sum(len(directory.files) for directory in tree.directories.values()))
     return tree
+
+
+def _strip_top(tree: Tree) -> None:
+    """Leave out the folder that contains all images of an archive; also one in it, if that contains only splits."""
+    is_first = True
+    while True:
+        tops = {name.partition(b"/")[0] for name, directory in tree.directories.items() if directory.files}
+        top = b"/".join([*tops, b""])
+        inside = {name[len(top) :]: found for name, found in tree.directories.items() if (name + b"/").startswith(top)}
+        names = at_level(0, (name for name, directory in inside.items() if directory.files))
+        if len(tops) != 1 or b"" in tops or not (is_first or (names and all(split_of(as_text(n))[1] for n in names))):
+            return
+        tree.directories, is_first = inside, False
+        tree.tables = [(name[len(top) :], number) for name, number in tree.tables if name.startswith(top)]
 
 
 def list_tree(tree: Tree, split_folders: str, masks: Sequence[str] | None) -> Listing:
@@ -174,7 +181,7 @@ def check_source(path: Path) -> None:
 
 
 def _is_hidden(name: bytes) -> bool:
-    return name.startswith(b".") or name in SYSTEM
+    return name.startswith(b".") or name.lower() in SYSTEM
 
 
 def _walk(root: bytes) -> Iterator[tuple[bytes, bytes, int]]:
@@ -228,7 +235,7 @@ def _add_files(tree: Tree, files: Iterable[tuple[bytes, bytes, int]], report_fou
     count, hidden = 0, b""
     for folder, file, number in files:
         if _is_hidden(file):
-            if file not in SYSTEM and not file.startswith(b"._"):
+            if file.lower() not in SYSTEM and not file.startswith(b"._"):
                 hidden = min(hidden or file, file)
             continue
         directory = tree.directories.get(folder)
@@ -380,7 +387,10 @@ def _are_splits(source: str, tops: list[bytes], folders: Collection[bytes]) -> b
         inner[top].add(rest)
     found = {top: split_of(as_text(top)) for top in tops}
     named = [top for top in tops if found[top][1]]
+    kinds = {found[top][0] for top in tops}
     if tops and len(named) == len(tops):
+        if len(kinds) == 1 < len(tops):
+            raise unclear(source, tops, "which have names of one split")
         return True
     if len(tops) == 1:
         inside = at_level(0, inner[tops[0]])
@@ -393,7 +403,6 @@ def _are_splits(source: str, tops: list[bytes], folders: Collection[bytes]) -> b
     is_one_class = len(named) == 1 and not inner[named[0]]  # such as trains among vehicles
     if named and not is_one_class:
         raise unclear(source, tops, f"of which {as_text(named[0])!r} has the name of a split")
-    kinds = {found[top][0] for top in tops}
     if len(kinds) > 1 and "" not in kinds:
         raise unclear(source, tops, "whose names contain those of splits")
     children = [at_level(0, inner[top]) for top in tops]

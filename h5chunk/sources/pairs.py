@@ -3,7 +3,7 @@
 The folders of images and masks are at the top, or in each split, as in ``train/images`` and ``train/masks``. They may
 contain the same folders of splits and classes, as in ``images/cat/1.jpg`` and ``masks/cat/1.png``. A mask has the name
 of its image, with any suffix, or that name followed by ``_mask``. Masks may also be in the same folder as their images,
-as in ``cat/1.jpg`` and ``cat/1_mask.png``.
+as in ``cat/1.jpg`` and ``cat/1_mask.png`` or ``cat/1.seg.png``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MASK_FOLDERS = (
     b"masks", b"mask", b"annotations", b"labels", b"gt", b"ground_truth", b"groundtruth", b"segmentation",
     b"segmentations", b"segmentationclass",
 )  # fmt: skip
-MASK_NAME = re.compile(rb"(.+)[_-](?:mask|segmentation|seg)(?:[_-]?[0-9]+)?")
+MASK_NAME = re.compile(rb"(.+)[._-](?:mask|segmentation|seg|label|labels|gt|annotation)(?:[_-]?[0-9]+)?")
 MASK_WORDS = {
     "mask", "masks", "label", "labels", "annotation", "annotations", "annot", "segmentation", "segmentations", "gt",
     "groundtruth", "truth", "trimap", "trimaps",

@@ -22,6 +22,9 @@ EXTENSIONS = (
     b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp", b".gif", b".jfif", b".jpe",
     b".pjpeg", b".pjp", b".apng", b".pbm", b".pnm",
 )  # fmt: skip
+SYSTEM = {  # names, in lower case, of files and folders of systems and tools, which are no data
+    b"__macosx", b".ds_store", b".git", b".ipynb_checkpoints", b"thumbs.db", b"ehthumbs.db", b"desktop.ini", b"@eadir",
+}  # fmt: skip
 PACKINGS = (".gz", ".bz2", ".xz", ".zst")
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 

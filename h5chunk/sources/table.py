@@ -54,7 +54,7 @@ from h5chunk.sources.kinds import ImageOptions, TableOptions, TextOptions
 from h5chunk.sources.listing import EXTENSIONS
 from h5chunk.sources.matrix.dialect import is_number
 from h5chunk.sources.options import flag_of
-from h5chunk.sources.recognise import has_suffix, is_path, read_head
+from h5chunk.sources.recognise import SYSTEM, has_suffix, is_path, read_head
 from h5chunk.sources.samples import SPLIT, Samples, field_dtype
 from h5chunk.sources.splits import splits_of
 from h5chunk.sources.table_columns import MAX_CATEGORIES, TEXTS, Images, Values, storage_class
@@ -435,7 +435,7 @@ def _visible_files(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder one by one, because it may contain millions of images."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith((".", "_")):
+            if entry.name.startswith((".", "_")) or os.fsencode(entry.name.lower()) in SYSTEM:
                 continue
             if entry.is_dir(follow_symlinks=False):
                 yield from _visible_files(folder / entry.name)

@@ -6,12 +6,14 @@ import io
 import struct
 import warnings
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image, ImageCms, ImageFile, ImageOps, features
 from support.pictures import pixels
 
+import h5chunk
 from h5chunk.errors import OptionError, SampleError
 from h5chunk.sources.any_size import make_any_image
 from h5chunk.sources.decode import decode, pillow_limits, sample_shape, write_pixels
@@ -337,6 +339,16 @@ def test_what_is_no_image_is_refused() -> None:
     check_refused(b"\0" * 100, "not an image in a known format")
     check_refused(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image in a known format")
     check_refused(encoded(Image.fromarray(pixels(1)), "ICO"), "not an image in a known format")
+
+
+def test_images_in_other_formats_are_told_the_way(tmp_path: Path) -> None:
+    """Whatever their suffix; and the way works."""
+    image = Image.fromarray(pixels(1))
+    for kind in [kind for kind, has in (("AVIF", "avif"), ("JPEG2000", "jpg_2000")) if features.check(has)]:
+        data = encoded(image, kind)
+        check_refused(data, r"is AVIF, HEIF or JPEG 2000: in Python, h5chunk\.convert\(dataset, path\)")
+        dataset = [Image.open(io.BytesIO(data)), Image.open(io.BytesIO(data))]
+        assert h5chunk.convert(dataset, tmp_path / f"{kind}.h5", workers=0).shapes == {"images": (3, 10, 12)}
 
 
 def test_corrupted_png_is_refused() -> None:

@@ -110,7 +110,7 @@ def test_hidden_files_and_mac_leftovers_are_ignored(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_systems_are_no_images_and_not_reported(tmp_path: Path) -> None:
-    make(tmp_path, "a/1.png", "a/Thumbs.db", "desktop.ini", "a/@eaDir/1.png/S_M.jpg", "__MACOSX/a/._1.png")
+    make(tmp_path, "a/1.png", "a/Thumbs.db", "Desktop.ini", "a/@eaDir/1.png/S_M.jpg", "__MACOSX/a/._1.png")
     listing = list_images(tmp_path)
     assert samples(listing) == [("a/1.png", 0)] and listing.ignored == []
 

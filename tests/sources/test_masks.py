@@ -402,6 +402,15 @@ def test_turned_images(tmp_path: Path, orientation: int, shape: Any, upright: An
     assert tuple(image.shape[1:]) == tuple(mask.shape) == upright
 
 
+@pytest.mark.parametrize("ending", [".seg", "_label", "-gt"])
+def test_masks_by_the_ends_of_their_names(tmp_path: Path, ending: str) -> None:
+    for number in range(2):
+        save(tmp_path / "data" / f"{number}.png", pixels(number, HEIGHT, WIDTH))
+        save(tmp_path / "data" / f"{number}{ending}.png", palette(mask_of(number)))
+    h5chunk.convert(tmp_path / "data", tmp_path / "x.h5", workers=0)
+    check_pairs(tmp_path / "x.h5", 2)
+
+
 def test_jpeg_masks_are_told(tmp_path: Path) -> None:
     save(tmp_path / "data" / "images" / "1.png", pixels(1, 12, 18))
     save(tmp_path / "data" / "masks" / "1.jpg", mask_of(1, 12, 18))

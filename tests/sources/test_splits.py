@@ -134,6 +134,7 @@ def test_splits_that_wrap_their_classes(tmp_path: Path, wrapper: str) -> None:
         (("fold1/a/1.png", "fold1/b/1.png", "fold2/b/2.png", "fold2/a/2.png"), "contain the same folders 'a', 'b'"),
         (("photo/a/1.png", "photo/b/1.png", "photo/c/1.png", "art/b/2.png", "art/a/2.png"), "folders 'a', 'b'"),
         (("trainA/1.png", "trainB/1.png", "testA/3.png", "testB/4.png"), "whose names contain those of splits"),
+        (("Test 1/1.png", "Test 2/1.png"), "which have names of one split"),
         (("train_cats/1.png", "test_cats/1.png"), "whose names contain those of splits"),
         (("train/1.png", "train_masks/1_mask.png"), "'train_masks' have the names of other images"),
         (("photos/1.jpg", "gtFine/1.png"), "'gtFine' have the names of other images"),
@@ -239,6 +240,8 @@ def test_a_class_that_is_called_like_a_split(tmp_path: Path) -> None:
 
 def test_a_folder_that_wraps_splits_is_named(tmp_path: Path) -> None:
     make(tmp_path, "images/train/1.png", "images/val/1.png")
+    archive = shutil.make_archive(str(tmp_path.parent / "x"), "zip", tmp_path.parent, tmp_path.name)
+    assert set(list_images(Path(archive)).columns) == {"split"}
     with pytest.raises(SourceError, match=f"only the folder 'images', with the splits 'train', 'val': pass {tmp_path}"):
         list_images(tmp_path)
     assert set(list_images(tmp_path / "images").columns) == {"split"}
