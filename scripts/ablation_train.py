@@ -19,7 +19,7 @@ from h5chunk.transforms import Normalize, RandomHorizontalFlip, RandomResizedCro
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as in torchvision
 AMP = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-RESIDENT = {"auto": "auto", "yes": True, "no": False}
+RESIDENT = {"yes": True, "no": False}
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -39,7 +39,7 @@ class Settings:
     seed: int = 0
     deterministic: bool = False
     echo: float = 1
-    resident: str = "auto"
+    resident: str = "no"
     cpu_threads: int | None = None
     augment: tuple[int, int] | None = None  # height and width of random resized crops, half of them flipped
     amp: str = "none"

@@ -36,9 +36,7 @@ from h5chunk.transforms.any_size import AnySizeConverter
 LOADING_BYTES = 8 << 20  # size of the pieces in which resident data is read
 LOADING_SLOTS = 4  # number of pieces that are read concurrently
 REMOTE_AHEAD_BYTES = 256 << 20  # read ahead from object stores, so that many requests are in flight
-KEPT_BYTES = 16 << 20  # smaller data is not kept in memory: threads read it from the page cache just as fast
 GPU_ROUND_BYTES = 512 << 20  # the same limit as ROUND_BYTES for a GPU, where host and device buffers both count
-RESIDENT_SHARE = 4  # resident="auto" uses at most a quarter of the device's free memory
 MAX_THREADS = 12  # more threads block each other, and delay the training loop: see scripts/LOG.md
 DECODING_BYTES = 1 << 30  # limit on memory for decoding, which bounds the default number of threads
 
@@ -56,12 +54,18 @@ class DataSource:
     num_threads: int
     timeout_s: float | None
     has_frames: bool = False  # whether batches are gathered from frames, so that they are never views of a slot
+    subset: np.ndarray | None = None  # numbers of the samples in the file, ascending; None for all samples
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of the data set."""
+        return self.reader.num_samples if self.subset is None else len(self.subset)
 
     @property
     def pieces(self) -> Layouts:
         """The layouts of slots with consecutive samples, for reading all samples once."""
         return {
-            name: layout if isinstance(layout, FieldLayout) else layout.of_pieces()
+            name: layout if isinstance(layout, FieldLayout) else layout.of_pieces(self.subset)
             for name, layout in self.layouts.items()
         }
 
@@ -114,7 +118,8 @@ def make_source(
         thread_bytes = sum(field.scratch_bytes(1) - field.scratch_bytes(0) for field in direct.values())
         num_threads = max(1, min(MAX_THREADS, available_cores(), DECODING_BYTES // max(1, thread_bytes)))
     has_frames = isinstance(h5reader, WindowReader)
-    return DataSource(h5reader, direct, why, numbered, layouts, device, num_threads, timeout_s, has_frames)
+    subset = dataset.subset_samples
+    return DataSource(h5reader, direct, why, numbered, layouts, device, num_threads, timeout_s, has_frames, subset)
 
 
 def _layout(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) -> Any:
@@ -213,7 +218,7 @@ class MemoryBudget:
         held = [fields[name].grid.sample_bytes for name, layout in layouts if isinstance(layout, FrameLayout)]
         self._converted_bytes += sum(held)  # windows that are gathered for a batch
 
-    def plan(self, resident: bool | str, order: Order, *, min_chunks: int | None) -> SlotPlan | None:
+    def plan(self, resident: bool, order: Order, *, min_chunks: int | None) -> SlotPlan | None:
         """Plan the number and size of windows. Return None if all data is kept on the device instead.
 
         Raise `OptionError` if resident data was requested but does not fit.
@@ -229,11 +234,6 @@ class MemoryBudget:
             ahead_bytes=self._ahead_bytes,
             round_bytes=ROUND_BYTES if self._on_cpu else GPU_ROUND_BYTES,
         )
-        may_stay = resident == "auto" and self._on_cpu and order.selection is None
-        may_stay = may_stay and not isinstance(self._source.reader.ragged, ImagesField)  # decoding takes longer
-        is_better = may_stay and KEPT_BYTES <= self._resident_bytes <= plan.num_bytes and available()
-        if is_better:
-            return None
         if self._on_cpu:
             return with_windows_together(plan, TOGETHER_BYTES, 0 if self._reuse else KEPT)
         return with_windows_together(plan, 2 * TOGETHER_BYTES)
@@ -277,18 +277,17 @@ class MemoryBudget:
             total += source.num_threads * PIECE_BYTES
         return total
 
-    def _fits_device(self, resident: bool | str, order: Order) -> bool:
-        """Return whether to keep all data on the device. Raise OptionError if that was requested but does not fit."""
-        if not resident or not order.num_samples or (resident == "auto" and self._on_cpu):
+    def _fits_device(self, resident: bool, order: Order) -> bool:
+        """Return whether to keep all data on the device. Raise OptionError if it does not fit."""
+        if not resident or not order.num_samples:
             return False
         held, pieces = self._resident_bytes, self._source.pieces
         loading = 0 if self._on_cpu else LOADING_SLOTS * 2 * slot_bytes(pieces, self.loading_samples(order))
         needed = held + loading + self._reading_bytes(order)
         limit = math.inf if self._memory_bytes is None else self._memory_bytes
         if not self._on_cpu:
-            free = free_bytes(self._source.device)
-            limit = min(limit, free // RESIDENT_SHARE if resident == "auto" and self._memory_bytes is None else free)
-        if resident is True and needed > limit:
+            limit = min(limit, free_bytes(self._source.device))
+        if needed > limit:
             what, remedy = "the GPU's free memory is", "leave"
             if limit == self._memory_bytes:
                 what, remedy = "memory_bytes is", "raise it, or leave"
@@ -296,11 +295,11 @@ class MemoryBudget:
                 f"resident=True needs {needed} bytes, {held} of them for the data, but {what} {limit}: {remedy} "
                 "resident out"
             )
-        return needed <= limit
+        return True
 
     @property
     def _resident_bytes(self) -> int:
-        return slot_bytes(self._source.pieces, self._source.reader.num_samples)
+        return slot_bytes(self._source.pieces, self._source.num_samples)
 
     def loading_samples(self, order: Order) -> int:
         """Return how many samples are read at a time when resident data is loaded."""
@@ -310,7 +309,7 @@ class MemoryBudget:
     def describe(self, order: Order, plan: SlotPlan | None) -> str:
         """Describe the use of memory for the repr of a loader. Without a plan, all data is on the device."""
         if plan is None:
-            return f"all {self._source.reader.num_samples} samples resident ({human_bytes(self._resident_bytes)})"
+            return f"all {self._source.num_samples} samples resident ({human_bytes(self._resident_bytes)})"
         windows = count_text(plan.num_slots * plan.together, "window")
         num_batches = -(-plan.window_samples // (plan.together * order.batch_size))
         return f"{windows} of {count_text(num_batches, 'batch')} ({human_bytes(plan.num_bytes)})"
@@ -342,13 +341,13 @@ def free_bytes(device: torch.device) -> int:
 
 
 def check_arguments(
-    reader: str, resident: bool | str, num_threads: int | None, memory_bytes: int | None, timeout: float
+    reader: str, resident: bool, num_threads: int | None, memory_bytes: int | None, timeout: float
 ) -> None:
     """Raise OptionError for loader arguments that are invalid for any file."""
     if reader not in ("auto", "direct", "h5py"):
         raise OptionError(f"reader is {reader!r}: pass 'auto', 'direct' or 'h5py'")
-    if not isinstance(resident, bool) and resident != "auto":
-        raise OptionError(f"resident is {resident!r}: pass True, False or 'auto'")
+    if not isinstance(resident, bool):
+        raise OptionError(f"resident is {resident!r}: pass True or False")
     for name, number, minimum in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):
         if number is not None:
             check_whole(name, number, minimum)

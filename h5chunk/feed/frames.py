@@ -127,9 +127,9 @@ class FrameLayout:
         """Return the shapes of arrays that are large enough for any read of this many windows."""
         return self.arrays(self.max_frames(num_samples), num_samples)
 
-    def of_pieces(self) -> FrameLayout:
-        """Return the layout for reads of consecutive windows."""
-        return replace(self, max_frames=self.reader.frames_of_pieces(self.name))
+    def of_pieces(self, rows: np.ndarray | None) -> FrameLayout:
+        """Return the layout for reads of consecutive ones of these windows. None means all windows."""
+        return replace(self, max_frames=self.reader.frames_of_pieces(self.name, rows))
 
 
 class FrameWindow:

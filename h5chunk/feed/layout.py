@@ -84,11 +84,16 @@ class MatrixLayout:
         """Return the shapes of the arrays for any window of this many rows."""
         return self.arrays(num_samples, self.max_entries(num_samples))
 
-    def of_pieces(self) -> MatrixLayout:
-        """Return the layout for windows of consecutive rows, for reading the entire matrix once."""
+    def starts_of(self, rows: np.ndarray | None) -> np.ndarray:
+        """Return the start of each of these rows in memory, where they follow each other. None means all rows."""
+        return self.indptr if rows is None else np.concatenate(([0], np.cumsum(np.diff(self.indptr)[rows])))
+
+    def of_pieces(self, rows: np.ndarray | None) -> MatrixLayout:
+        """Return the layout for windows of consecutive ones of these rows, for reading all of them once."""
+        starts = self.starts_of(rows)
 
         def max_entries(num_samples: int) -> int:
-            borders = np.append(self.indptr[: -1 : max(1, num_samples)], self.indptr[-1])
+            borders = np.append(starts[: -1 : max(1, num_samples)], starts[-1])
             return int(np.diff(borders).max(initial=0))
 
         return replace(self, max_entries=max_entries)

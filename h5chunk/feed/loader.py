@@ -116,10 +116,10 @@ class ChunkLoader(Resumable):
     num_threads : int, optional
         Number of reader threads, and maximum number of threads that decode or augment. Default: one per core, but at
         most 12 that read, and fewer if decoding compressed chunks, three per thread, would need more than 1 GiB.
-    resident : bool or "auto"
-        Read everything once and keep it on the device (a sparse matrix stays sparse); the order is the same.
-        ``"auto"``: on a GPU, if the data fits in ``memory_bytes`` or, by default, in a quarter of its free memory; on
-        the CPU, if it takes no more memory than the windows would, and native threads can gather from it.
+    resident : bool
+        Read all samples of the data set, or of the subset, once, and keep them on the device (a sparse matrix stays
+        sparse). The order is the same. Raises OptionError if they do not fit in ``memory_bytes``, or in the free memory
+        of the GPU. Leave enough for the model, which usually takes its memory later.
     reader : {"auto", "direct", "h5py"}
         ``"direct"``: read by byte ranges. ``"h5py"``: read through HDF5. ``"auto"``: read by byte ranges if the file
         allows it, except fields with thousands of chunks below 8 KiB that HDF5 decodes or combines faster.
@@ -173,7 +173,7 @@ class ChunkLoader(Resumable):
         device: str | torch.device = "cpu",
         memory_bytes: int | None = None,
         num_threads: int | None = None,
-        resident: bool | str = "auto",
+        resident: bool = False,
         reader: str = "auto",
         reuse: bool = False,
         echo: float = 1,
@@ -186,9 +186,9 @@ class ChunkLoader(Resumable):
         check_echo(echo)
         target = find_device(device)
         dataset, transforms = find_data(data, transforms)
-        if dataset.epoch_samples and resident is True:
+        if dataset.epoch_samples and resident:
             raise OptionError("resident is True, but each epoch has different samples: leave resident out")
-        resident, reuse = not dataset.epoch_samples and resident, reuse and target.type == "cpu"
+        reuse = reuse and target.type == "cpu"
         if sampler is None:
             if batch_size is None and batch_elements is None:
                 raise OptionError("batch_size is missing: pass batch_size, batch_elements or sampler")

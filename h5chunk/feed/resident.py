@@ -29,6 +29,7 @@ from h5chunk.native import DONE, GATHER, JOB, NativePool, available
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.lengths import LengthOrder
 from h5chunk.plan.order import Order
+from h5chunk.plan.selection import FixedSelection
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 from h5chunk.transforms.csr import CsrRows, SampleNumbers
 
@@ -46,7 +47,7 @@ class Resident:
 
     def __init__(self, source: DataSource, piece_samples: int, echo: float) -> None:
         """Read all samples, in the order of the file, ``piece_samples`` at a time."""
-        self._device, self._echo = source.device, echo
+        self._device, self._echo, self._subset = source.device, echo, source.subset
         self._fields: list[Any] = []
         self._read(source, piece_samples)
         self._memory = BatchMemory(KEPT * len(source.layouts)) if source.device.type == "cpu" else None
@@ -57,10 +58,12 @@ class Resident:
         self._planned: dict[int, _DrawnOrder] = {}
 
     def _read(self, source: DataSource, piece_samples: int) -> None:
-        num_samples, source = source.reader.num_samples, replace(source, layouts=source.pieces)
+        num_samples, source = source.num_samples, replace(source, layouts=source.pieces)
         on_cpu = self._device.type == "cpu"  # then the whole data is one piece, which is kept without a copy
         piece_samples = num_samples if on_cpu else piece_samples
         order = Order(num_samples, chunk_samples=1, batch_size=piece_samples, window_chunks=1, shuffle=False)
+        if source.subset is not None:
+            order = replace(order, selection=FixedSelection(np.arange(num_samples + 1), source.subset))
         num_slots = 1 if on_cpu else LOADING_SLOTS
         plan = SlotPlan(order, num_slots, num_slots, piece_samples, slot_bytes(source.layouts, piece_samples))
         stream = WindowStream(source, plan, lends_slot=True, once=True)
@@ -69,7 +72,7 @@ class Resident:
             if on_cpu:
                 self._fields = list(next(pieces))
                 return
-            self._fields = [_empty(layout, num_samples, self._device) for layout in source.layouts.values()]
+            self._fields = [_empty(layout, source, self._device) for layout in source.layouts.values()]
             for number, piece in enumerate(pieces):
                 for field, part in zip(self._fields, piece, strict=True):
                     _put(field, number * piece_samples, part)
@@ -100,7 +103,7 @@ class Resident:
 
     def _by_length(self, order: Order, maker: BatchMaker, report: EpochReport, start: int) -> Iterator[Any]:
         for keys in order.keys(start):
-            samples = order.numbers_of(keys)
+            samples = self._positions(order.numbers_of(keys))
             numbers = SampleNumbers(samples, to_device(samples, self._device))
             fields, draws = gather(self._all(maker), numbers, self._memory), Draws(order.seed, order.epoch, keys)
             for batch in maker.make(fields, draws, max(1, len(keys))):
@@ -115,7 +118,7 @@ class Resident:
         if self._ahead is not None and maker.changes_nothing:
             together = self._ahead.num_together(order.batch_size)
         for number in count():
-            samples = order.numbers_of(keys)
+            samples = self._positions(order.numbers_of(keys))
             draws = Draws(order.seed, order.epoch, keys, number, kept={}, whole=keys)
             first, size = 0, together * order.batch_size
             for gathered in self._gathered(samples, size, maker, order.batch_size):
@@ -133,6 +136,10 @@ class Resident:
             if not left:
                 return
             keys = keys[echo_pass(len(keys), order.seed, order.epoch, 0, number)]
+
+    def _positions(self, samples: np.ndarray) -> np.ndarray:
+        """Convert sample numbers in the file to positions in the data that is kept."""
+        return samples if self._subset is None else np.searchsorted(self._subset, samples)
 
     def _gathered(self, samples: np.ndarray, size: int, maker: BatchMaker, batch_size: int) -> Iterator[Fields]:
         if self._ahead is not None and self._ahead.is_worthwhile(batch_size):
@@ -154,16 +161,19 @@ class Resident:
         return plan
 
 
-def _empty(layout: Any, num_samples: int, device: torch.device) -> torch.Tensor | CsrRows | Frames:
+def _empty(layout: Any, source: DataSource, device: torch.device) -> torch.Tensor | CsrRows | Frames:
     """Allocate memory for all samples of a field, given its layout in `DataSource.pieces`."""
+    num_samples = source.num_samples
     if isinstance(layout, FrameLayout):
-        rows, table = layout.reader.distinct_rows(layout.name, np.arange(num_samples))
+        samples = np.arange(num_samples) if source.subset is None else source.subset
+        rows, table = layout.reader.distinct_rows(layout.name, samples)
         (shape, kind), _ = layout.arrays(len(rows), num_samples)
         return layout.frames(torch.empty(shape, dtype=kind, device=device), torch.from_numpy(table).to(device), rows)
     first, *entries = (torch.empty(shape, dtype=kind, device=device) for shape, kind in layout.capacity(num_samples))
     if isinstance(layout, FieldLayout):
         return first
-    return CsrRows(first.copy_(torch.from_numpy(layout.indptr)), layout.indptr, entries[0], (*entries, None)[1])
+    starts = layout.starts_of(source.subset)
+    return CsrRows(first.copy_(torch.from_numpy(starts)), starts, entries[0], (*entries, None)[1])
 
 
 def _put(field: Any, first: int, part: Any) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.faults import failure, nth, small, watch
+from support.faults import failure, nth, watch
 from support.foreign import make_file
 from support.leftovers import in_fork, nothing_is_left
 
 from h5chunk.errors import WorkerError
 from h5chunk.feed import resident
-from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.native import NativePool, available
 
@@ -125,15 +124,3 @@ def test_a_fork_while_batches_are_gathered_ahead(small_images: Path, monkeypatch
     assert in_fork(in_child) == 0
     assert len(list(batches)) == len(loader) - 1
     loader.close()
-
-
-def test_data_that_takes_no_more_than_its_windows_is_kept(small_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, on the CPU; where it is small, or part of a file, windows are streamed."""
-    assert not ChunkLoader(small_images, 64).is_resident
-    small(monkeypatch, kept_bytes=1 << 20)
-    assert ChunkLoader(small_images, 64).is_resident
-    assert not ChunkLoader(small_images, 64, resident=False).is_resident
-    assert not ChunkLoader(small_images, 64, memory_bytes=3 << 20).is_resident
-    assert not ChunkLoader(ChunkDataset(small_images).subset(range(100)), 64).is_resident
-    monkeypatch.setenv("H5CHUNK_NATIVE", "0")
-    assert not ChunkLoader(small_images, 64).is_resident

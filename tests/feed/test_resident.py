@@ -10,17 +10,23 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.faults import nth, watch
 from support.foreign import make_file
 from support.leftovers import descriptors, in_fork, nothing_is_left, reading_threads
 from support.loader_files import IMAGES, LABELS, N, epoch_of, large, path
+from support.subsets import flat_epochs, subset_of_kind
 
+import h5chunk
 from h5chunk.errors import FileError, OptionError
+from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.resident import AHEAD
+from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.machine import available_cores
 from h5chunk.transforms import Normalize
 
@@ -191,9 +197,9 @@ def test_on_the_cpu_only_if_asked(path):
         assert not loader.is_resident
 
 
-@pytest.mark.parametrize("resident", ["yes", None, 1, 0, "Auto"])
+@pytest.mark.parametrize("resident", ["yes", None, 1, 0, "auto"])
 def test_options_that_cannot_be(path, resident):
-    with pytest.raises(OptionError, match=r"resident is .*: pass True, False or 'auto'"):
+    with pytest.raises(OptionError, match=r"resident is .*: pass True or False"):
         ChunkLoader(path, 16, resident=resident)
 
 
@@ -315,3 +321,44 @@ def test_seconds_and_waiting(path):
         list(loader)
         took = time.perf_counter() - before
         assert 0 <= loader.report.waited_s <= loader.report.seconds <= took
+
+
+# Subsets
+
+
+@pytest.mark.parametrize("kind", ["dense", "matrix", "ragged", "windows"])
+def test_only_a_subset_is_kept(tmp_path, kind, reads):
+    data = subset_of_kind(kind, tmp_path)
+    streamed = flat_epochs(data)
+    reads.clear()
+    assert flat_epochs(data, resident=True) == streamed
+    assert sum(reads) == 70
+    loader = ChunkLoader(data, 16, resident=True)
+    assert "all 70 samples resident" in repr(loader)
+    sampler = ChunkSampler(data, 16, seed=3, weights=np.arange(70))
+    assert flat_weighted(data, sampler, resident=True) == flat_weighted(data, sampler)
+
+
+def flat_weighted(data: ChunkDataset, sampler: ChunkSampler, **options) -> list[list[float]]:
+    sampler.set_epoch(0)
+    with ChunkLoader(data, sampler=sampler, **options) as loader:
+        return [part.to_dense().reshape(-1).tolist() for batch in loader for part in batch]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["dense", "matrix", "ragged", "windows"])
+def test_only_a_subset_is_kept_on_a_gpu(tmp_path, kind):
+    data = subset_of_kind(kind, tmp_path)
+    assert flat_epochs(data, resident=True, device="cuda") == flat_epochs(data)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_subset_takes_the_memory_of_its_samples(tmp_path):
+    h5chunk.convert({"images": np.zeros((2000, 3, 64, 64), np.uint8)}, tmp_path / "a.h5")
+    before = torch.cuda.memory_allocated()
+    data = ChunkDataset(tmp_path / "a.h5").subset(range(100))
+    with ChunkLoader(data, 10, device="cuda", resident=True) as loader:
+        list(loader)
+        assert torch.cuda.memory_allocated() - before < 8 << 20  # the file has 24 MiB

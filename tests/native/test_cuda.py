@@ -20,10 +20,12 @@ from support.foreign import values
 from support.leftovers import nothing_is_left
 from support.loader_files import N, epoch_of, path
 from support.matrices import random_matrix, write
+from support.subsets import flat_epochs, subset_of_kind
 
 import h5chunk.native
 from h5chunk import ChunkLoader
 from h5chunk.errors import FileError
+from h5chunk.feed import resident
 from h5chunk.native import cuda
 
 __all__ = ["nothing_is_left", "path"]
@@ -247,3 +249,16 @@ def test_a_file_that_changes_is_not_copied(device: Driver, path: Path) -> None:
         path.touch()
         with pytest.raises(FileError, match=r"a\.h5.* changed"):
             [epoch_of(loader) for _ in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["dense", "matrix", "ragged", "windows"])
+def test_a_subset_stays_on_the_device(
+    device: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It is copied piece by piece."""
+    empty, host = resident._empty, torch.device("cpu")
+    monkeypatch.setattr(resident, "_empty", lambda layout, source, _: empty(layout, source, host))
+    monkeypatch.setattr(resident, "to_device", lambda numbers, _: torch.from_numpy(numbers))
+    monkeypatch.setattr(Stream, "wait_event", lambda *_: None)  # torch copies what Python reads
+    data = subset_of_kind(kind, tmp_path)
+    assert flat_epochs(data, resident=True, device="cuda") == flat_epochs(data)

@@ -25,7 +25,6 @@ CONSTANTS = {
     "idle_s": "store.hdf5.child.IDLE_S",
     "image_chunk_bytes": "store.write.any_size.CHUNK_BYTES",
     "index_chunk_bytes": "plan.csr.INDEX_CHUNK_BYTES",
-    "kept_bytes": "feed.budget.KEPT_BYTES",
     "kept_chunks": "store.read.direct.KEPT_CHUNKS",
     "least_filtered_bytes": "tools.repack.plan.MIN_FILTERED_BYTES",
     "least_vector_bytes": "store.rewrite.shuffle.MIN_VECTOR_BYTES",

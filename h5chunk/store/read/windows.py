@@ -171,15 +171,18 @@ class WindowReader(H5Reader):
 
         return max_frames
 
-    def frames_of_pieces(self, name: str) -> Callable[[int], int]:
-        """Return a function that computes the maximum number of frames of n consecutive windows."""
+    def frames_of_pieces(self, name: str, rows: np.ndarray | None) -> Callable[[int], int]:
+        """Return a function that computes the maximum number of frames of n consecutive ones of these windows."""
         if name in self.futures:
             return int
-        lows, highs = self._ends_of(name, np.arange(self.num_samples))
+        lows, highs = self._ends_of(name, np.arange(self.num_samples) if rows is None else rows)
+        steps = self.steps[name]
+        width = int(steps[-1] - steps[0]) + 1 if self.is_dense(name) else len(steps)
 
         def max_frames(num_samples: int) -> int:
             count = max(1, min(num_samples, len(lows)))
-            return int((highs[count - 1 :] - lows[: len(lows) - count + 1]).max(initial=0)) + 1
+            span = int((highs[count - 1 :] - lows[: len(lows) - count + 1]).max(initial=0)) + 1
+            return min(span, count * width)
 
         return max_frames
 

@@ -256,13 +256,12 @@ def _why_not_resident(subject: Subject, copy_rate: float) -> str:
     """Return the reason why ``resident=True`` is not measured; empty if it is measured."""
     import torch
 
-    from h5chunk.feed.budget import RESIDENT_SHARE, free_bytes
+    from h5chunk.feed.budget import free_bytes
 
     if isinstance(subject.reader.ragged, ImagesField):
         return "images of any size are cropped for each batch"
-    room = subject.memory_bytes // 4
-    if subject.on_gpu:
-        room = free_bytes(torch.device(subject.device)) // RESIDENT_SHARE
+    free = free_bytes(torch.device(subject.device)) if subject.on_gpu else subject.memory_bytes
+    room = free // 4  # the model needs the rest
     data_bytes = subject.sample_bytes * subject.reader.num_samples
     if data_bytes > room:
         return f"{human_bytes(data_bytes)} do not fit in a quarter of the free memory"

@@ -52,8 +52,7 @@ def open_batches(study: Study, setting: Setting, device: str) -> BatchRate:
     dataset = open_data(path, fields, study.reader.trusted)
     if setting.reader != LOADER:
         return open_dataset(dataset, order, num_workers=setting.num_workers)
-    is_whole = study.num_measured == study.facts.num_samples
-    return open_loader(dataset, order, device=device, resident="auto" if is_whole else False)
+    return open_loader(dataset, order, device=device)
 
 
 def other_load(own: int = 0) -> float:

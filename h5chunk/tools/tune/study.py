@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, OutputError, human_bytes, printable
-from h5chunk.machine import available_cores, warnings_filtered
+from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.format.header import header_attributes
 from h5chunk.store.format.spec import GROUP, FileSpec, create_file, field_spec
@@ -36,7 +36,6 @@ from h5chunk.tools.model.settings import DataFacts, Setting, order_of
 from h5chunk.tools.repack.fields import is_anndata
 from h5chunk.tools.report import shell_command
 
-WHOLE_BYTES = 4 << 30  # a resident data set up to this size is measured completely, because a part would be streamed
 SAMPLE_BYTES = 384 << 20  # bytes of samples to measure, in the file's layout and in new layouts
 BATCH_BYTES = 4 * SAMPLE_BYTES  # only a part of a larger batch is measured
 SMALL_BYTES = 16 << 20  # smaller data is not worth a new file
@@ -186,28 +185,14 @@ def _converted_bytes(reader: H5Reader, sample_bytes: int) -> int:
     return 0 if reader.ragged is None else batch_bytes(reader, sample_bytes)
 
 
-def no_gain_reason(study: Study, device: str) -> str:
-    """Return the reason why no setting can make training faster; empty if a setting may.
-
-    If the reason is that the loader keeps the file in memory, all samples are measured, unless the file is very large.
-    """
-    from h5chunk.feed.loader import ChunkLoader
-    from h5chunk.tools.measure.images import open_data
-
+def no_gain_reason(study: Study) -> str:
+    """Return the reason why no setting can make training faster; empty if a setting may."""
     facts = study.facts
     has_images = isinstance(study.reader.ragged, ImagesField)
     num_bytes = facts.num_samples * (facts.converted_bytes if has_images else facts.sample_bytes)
     if num_bytes < SMALL_BYTES:
         return f"its {human_bytes(num_bytes)} are too small to matter"
-    if not facts.loader_reads_all:
-        return ""
-    with warnings_filtered("ignore"):
-        dataset = open_data(study.reader.path, study.fields, study.reader.trusted)
-        with ChunkLoader(dataset, facts.batch_size, device=device) as loader:
-            is_resident = loader.is_resident
-    if is_resident and num_bytes <= WHOLE_BYTES:
-        study.num_measured = facts.num_samples
-    return f"ChunkLoader reads its {human_bytes(num_bytes)} once and keeps them in memory" if is_resident else ""
+    return ""
 
 
 def fill_page_cache(study: Study, seconds: float) -> None:

@@ -162,7 +162,7 @@ def tune(
         _check_memory(trials.values(), limits[1])
         fill_page_cache(study, READ_SHARE * budget_s)
         search = Search(study, device, budget, trials, limits[1])
-        small = no_gain_reason(study, device) if trials[search.today].allowed else ""
+        small = no_gain_reason(study) if trials[search.today].allowed else ""
         search.run(only_today=bool(small))
         found = _report(search, small, *limits)
         try:
