@@ -168,7 +168,8 @@ def find_data(data: Paths | ChunkDataset, transforms: Transforms | None) -> tupl
     if not isinstance(data, ChunkDataset):
         if isinstance(data, Dataset):
             raise OptionError(
-                f"data is a {type(data).__name__}: pass a ChunkDataset, whose subset() and split() select samples"
+                f"data is a {type(data).__name__}: pass a ChunkDataset, whose subset() and split() select samples (for "
+                "fields in separate files, h5chunk.info([FILE, FILE]).code joins them)"
             )
         return _without_strings(data, ChunkDataset(data)), transforms
     changed = [name for name in ("__getitem__", "__getitems__") if _differs(type(data), name)]

@@ -90,7 +90,9 @@ class StoredNames:
             return np.array(self.header.class_names)
         if not stored.categories:
             path = printable(self._reader.path)
-            raise FieldError(f"{path}: field {field!r} has no categories: name a field of codes")
+            remedy = "name a field of codes, or look for the names of an enumeration in its type: "
+            remedy += f"h5py.check_enum_dtype(h5py.File(...)[{stored.dataset!r}].dtype)"
+            raise FieldError(f"{path}: field {field!r} has no categories: {remedy}")
         return self._common(stored.categories)
 
     def statistics(self, field: str) -> FieldStatistics:

@@ -265,8 +265,9 @@ def field_dtype(name: str, dtype: np.dtype) -> np.dtype:
     if dtype.kind == "S" and dtype.itemsize:
         return dtype
     remedies = {
-        "O": "convert the Python objects, which are never unpickled, to plain numbers",
-        "c": "split real and imaginary parts",
+        "O": "convert the Python objects, which are never unpickled, to plain numbers, or strings to fixed-length "
+        "bytes (x.astype('S') for bytes, np.char.encode(x.astype(str)) for str)",
+        "c": "split real and imaginary parts (x.view(x.real.dtype).reshape(*x.shape, 2))",
         "U": "encode it as UTF-8 (np.char.encode)",
         "M": "convert it to int64",
         "m": "convert it to int64",

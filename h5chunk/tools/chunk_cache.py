@@ -37,7 +37,11 @@ class ChunkCacheInfo:
         if self.chunks is None:
             return ["chunks none: the data is contiguous, so that a sample is read without a chunk cache"]
         chunks = f"chunks {shape_text(self.chunks)}: {self.reason}"
-        return [chunks, f"chunk cache {self.text}", f"for readers with h5py: {code(self.code)}"]
+        return [chunks, *self.cache_lines()]
+
+    def cache_lines(self, indent: str = "") -> list[str]:
+        """Return the cache and the call of h5py, in a line each."""
+        return [f"{indent}chunk cache {self.text}", f"{indent}for readers with h5py: {code(self.code)}"]
 
     @property
     def text(self) -> str:

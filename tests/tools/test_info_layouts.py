@@ -10,6 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import torch
 from support.encoded import encoded, put
 from support.foreign import make_file, values
 from support.info_code import printed_code, run_code
@@ -335,3 +336,87 @@ def test_remedies_for_types_that_no_field_has_work(tmp_path: Path) -> None:
     dataset = h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["new_z", "new_events", "new_names", "new_column"])
     assert dataset[1][0].tolist() == [[2, 1], [3, 1]] and dataset[1][1] == dataset[1][3] == 1
     assert list(dataset.values("new_names"))[1:] == ["bc", "d", "e", "f", "\u00e9"]
+
+
+def remedied(path: Path, read: Callable[[], Any]) -> str:
+    """Carry out the remedy of the error that ``read`` raises: make the dataset NEW."""
+    with pytest.raises(h5chunk.FieldError) as error:
+        read()
+    message = str(error.value)
+    found = re.search(r"(file\['(?:NEW|lengths)'\]) = (.*?\))(?:$| for | \(|;)", message)
+    found = found or re.search(r"(file\['NEW'\]) = (file\['.*)$", message)
+    assert found is not None, message
+    with h5py.File(path, "a") as file:
+        exec(f"{found[1]} = {found[2]}", {"np": np, "file": file})
+    return message
+
+
+def test_remedies_for_fields_that_do_not_fit_together_work(tmp_path: Path) -> None:
+    path = tmp_path / "jets.h5"
+    lengths = np.arange(1, 9)
+    fields(pt=np.arange(36.0), eta=-np.arange(36.0), lengths=lengths, label=np.arange(8))(path)
+    both = {"pt": "lengths", "eta": "lengths"}
+    remedied(path, lambda: h5chunk.ChunkDataset(path, fields=["pt", "eta", "label"], lengths=both))
+    joined = h5chunk.ChunkDataset(path, fields=["NEW", "label"], lengths={"NEW": "lengths"})
+    assert joined[1][0].tolist()[:2] == [[1, -1], [2, -2]]
+
+    path = tmp_path / "d4rl.h5"
+    ends = np.zeros(30, bool)
+    ends[[9, 24]] = True
+    fields(terminals=ends, observations=np.zeros((30, 3)))(path)
+    note = str(h5chunk.info(path))
+    assert "note: 'terminals' seems to mark the last rows of episodes" in note
+    windows = {"o": "observations"}
+    assert (
+        remedied(path, lambda: h5chunk.Windows(path, windows, 4, episode_lengths="terminals")).split("store")[1] in note
+    )
+    assert len(h5chunk.Windows(path, windows, 4, episode_lengths="lengths")) == 7 + 12 + 2
+
+    path = tmp_path / "episode.h5"
+    fields(observations=np.arange(6.0), actions=np.arange(5.0), task=3)(path)
+    remedied(path, lambda: h5chunk.Windows(path, {"o": "observations", "a": "actions"}, 2))
+    assert len(h5chunk.Windows(path, {"o": "NEW", "a": "actions"}, 2)) == 4
+    with h5py.File(path, "a") as file:
+        del file["NEW"]
+    remedied(path, lambda: h5chunk.ChunkDataset(path, fields=["task"]))
+    assert h5chunk.ChunkDataset(path, fields=["NEW"])[99][0] == 3
+
+    traces = samples(120, lambda n: {"x": np.zeros(3)}, "data__")(tmp_path / "stead.h5")
+    with h5py.File(traces, "a") as file:
+        for number in range(120):
+            file[f"data/{number:05}"].attrs["p"] = 7.5 if number else ""
+    with pytest.raises(h5chunk.FieldError, match=r"del file\[SAMPLE\]\.attrs\['p'\], .* attributes=\{'p': -1\.0\}"):
+        h5chunk.Keyed(traces, "data/*/x", attributes={"p": -1.0})
+    with h5py.File(traces, "a") as file:
+        del file["data/00000"].attrs["p"]
+    assert h5chunk.Keyed(traces, "data/*/x", attributes={"p": -1.0}).values("p").tolist()[:2] == [-1.0, 7.5]
+
+
+def test_fields_in_separate_files_are_named_with_a_way(tmp_path: Path) -> None:
+    x, y = (fields(**{name: np.zeros((30, 3))})(tmp_path / f"{name}.h5") for name in "xy")
+    for read in (
+        lambda: h5chunk.ChunkDataset([x, y], fields=["x", "y"]),
+        lambda: h5chunk.ChunkDataset({"x": x, "y": y}, fields=["x", "y"]),
+        lambda: h5chunk.ChunkLoader(torch.utils.data.StackDataset([1], [2]), 8),
+    ):
+        with pytest.raises(h5chunk.H5ChunkError, match=r"h5chunk\.info\(\[FILE, FILE\]\)\.code joins"):
+            read()
+    assert "ExternalLink" in "".join(h5chunk.info([x, y]).code)
+
+
+@pytest.mark.parametrize("missing", [[-99], [-99, 40]])
+def test_statistics_leave_out_missing_values_and_say_what_is_stored(tmp_path: Path, missing: list[int]) -> None:
+    stored = RNG.integers(-99, 50, (30, 5, 4)).astype("i2")
+    attributes = {"scale_factor": 0.5, "add_offset": 280.0, "_FillValue": np.array([-99], "i2")}
+    attributes |= {"missing_value": np.array(missing[1:], "i2")} if missing[1:] else {}
+    path = fields(t2m={"data": stored, **attributes})(tmp_path / "era.nc")
+    report = h5chunk.info(path, stats=True)
+    found, valid = report.statistics["t2m"], stored[~np.isin(stored, missing)]
+    assert found.mean[0] == pytest.approx(valid.mean()) and found.std[0] == pytest.approx(valid.std())
+    assert found.num_missing == stored.size - valid.size and found.maximum[0] < 50
+    text = str(report)
+    assert "value = stored * 0.5 (scale_factor) + 280 (add_offset)" in text and "of stored values" in text
+    assert f"unpacked: mean=({valid.mean() * 0.5 + 280:.6g}), std=({valid.std() * 0.5:.6g})" in text
+    assert f"{' and '.join(map(str, missing))} means missing" in text
+    path = fields(rad={"data": stored.astype("i1"), "_Unsigned": "true"})(tmp_path / "goes.nc")
+    assert "stored integers are unsigned (_Unsigned), but read as signed" in str(h5chunk.info(path))

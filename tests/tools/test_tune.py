@@ -45,7 +45,7 @@ from h5chunk.tools.model.settings import (
 )
 from h5chunk.tools.progress import TimeBudget
 from h5chunk.tools.repack.options import RepackOptions, read_tuned
-from h5chunk.tools.tune.search import IN_PLACE, MAX_TURNS, NEW, PLAIN, TODAY, TURNS_SHARE, Search
+from h5chunk.tools.tune.search import CACHED, IN_PLACE, MAX_TURNS, NEW, PLAIN, TODAY, TURNS_SHARE, Search
 from h5chunk.tools.tune.study import BATCH_BYTES, SAMPLE_BYTES, samples_to_measure
 
 QUICK: dict[str, Any] = {"budget_s": 0.3, "batch_size": 32, "workers": [0]}
@@ -102,7 +102,7 @@ def test_report(converted, any_size):
     calls: list[tuple[str, int, int | None]] = []
     found = h5chunk.tune(converted, progress=lambda *call: calls.append(call), **QUICK)
     names = [row.name for row in found.rows]
-    assert names[0] == TODAY and names[-1] == PLAIN and {*names} <= {TODAY, IN_PLACE, NEW, PLAIN}
+    assert names[0] == TODAY and names[-2:] == [PLAIN, CACHED] and {*names} <= {TODAY, IN_PLACE, NEW, PLAIN, CACHED}
     assert (found.num_samples, found.batch_size, found.device) == (COUNT, 32, "cpu")
     for row in found.rows:
         assert row.rate > 0 and row.memory_bytes > 0 and row.description in str(found).replace("\n    ", " ")
@@ -111,14 +111,14 @@ def test_report(converted, any_size):
     assert {(stage, total) for stage, _, total in calls} == {("tune", 100)}
     assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
     assert str(found).startswith(found.headline()[:60]) and found.headline().endswith(".")
-    assert f"measured in {found.num_turns} turns" in str(found)
+    assert f"measured in {found.num_turns} turn" in str(found)
 
 
 def test_little_data_is_left_as_it_is(converted):
     """However much faster something else would be."""
     found = h5chunk.tune(converted, **QUICK)
     assert re.match(r"Keep the file as it is: its [\d.]+ KiB are too small to matter\.\n", str(found))
-    assert [row.name for row in found.rows] == [TODAY, PLAIN] and found.setting == found.row(TODAY).setting
+    assert [row.name for row in found.rows] == [TODAY, PLAIN, CACHED] and found.setting == found.row(TODAY).setting
 
 
 STEADY = [100.0, 101.0, 99.0, 100.0, 100.0, 102.0, 98.0, 100.0]
@@ -304,7 +304,9 @@ def test_a_report_fits_its_width(tmp_path):
     assert [
         line
         for line in long
-        if not line.strip().startswith(("h5chunk", "h5py.File", f"{path}: ", "data = ", "loader = "))
+        if not line.strip().startswith(
+            ("h5chunk", "h5py.File", "for readers with h5py: ", f"{path}: ", "data = ", "loader = ")
+        )
     ] == []
     assert "advice: sample_spans_chunks" in text and "e+0" not in text
 

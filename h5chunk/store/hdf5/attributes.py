@@ -51,7 +51,8 @@ def join_columns(name: str, columns: Sequence[np.ndarray]) -> np.ndarray:
     """Join the values of an attribute. Raises FieldError if no dtype represents all of them exactly."""
     if len({column.dtype.kind == "S" for column in columns}) > 1:
         raise FieldError(
-            f"attribute {name!r} is a number in some samples, and a string in others: use one type, or leave it out"
+            f"attribute {name!r} is a number in some samples, and a string in others: leave it out, or delete the "
+            f"strings, such as del file[SAMPLE].attrs[{name!r}], and pass a default: attributes={{{name!r}: -1.0}}"
         )
     joined = np.concatenate(columns)
     whole = [column for column in columns if column.dtype.kind in "iu"] if joined.dtype.kind == "f" else []

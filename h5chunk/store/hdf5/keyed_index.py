@@ -363,7 +363,8 @@ def parse_patterns(patterns: str | Sequence[str] | Mapping[str, str]) -> dict[st
         before, star, after = pattern.partition("*")
         if not star or "*" in after or (before and not before.endswith("/")) or (after and not after.startswith("/")):
             raise OptionError(
-                f"samples has {pattern!r}: use a path with one * in place of a name, as in 'traces/*/data'"
+                f"samples has {pattern!r}: use a path with one * in place of a name, as in 'traces/*/data' (if each "
+                "file is one sample, h5chunk.Patches reads its datasets)"
             )
         name = after.strip("/").replace("/", "_") or before.strip("/").rpartition("/")[2] or "data"
         name = given if isinstance(given, str) else name

@@ -52,6 +52,7 @@ from h5chunk.store.hdf5.keyed_index import (
     stamp_with_bytes,
 )
 from h5chunk.store.hdf5.open import follow, opened
+from h5chunk.store.hdf5.types import type_problem
 
 PART_SAMPLES = 5_000  # samples per range; a child process lists a range in about a second
 REPORTED = 1000  # number of samples between two reports of progress
@@ -268,9 +269,7 @@ class _FieldLister:
             self._first = dataset.get_type(), shape, number.dtype.newbyteorder("=")
             self._stored_here = number.dtype.kind in "biuf" and is_stored_as(number, self._first[2])
             if self._first[2].kind not in self._of_values:
-                raise FieldError(
-                    f"{where} has values of type {number.dtype} in {self._name!r}, not numbers: leave the field out"
-                )
+                raise FieldError(f"{where}: {self._name!r} {type_problem(number.dtype)}, or leave the field out")
         kind, first, dtype = self._first
         if dataset.get_type() != kind or len(shape) != len(first) or shape[1:] != first[1:]:
             self._check(dataset, where)
@@ -292,7 +291,8 @@ class _FieldLister:
 
     def _check(self, dataset: Any, where: str) -> None:
         if dataset.shape is None or is_variable(dataset.get_type()):
-            raise FieldError(f"{where}: {self._name!r} is empty, or has values of variable length: leave the field out")
+            problem = "is empty" if dataset.shape is None else type_problem(h5py.Dataset(dataset).dtype)
+            raise FieldError(f"{where}: {self._name!r} {problem}; or leave the field out")
         self._guard.check_field(h5py.Dataset(dataset), where.partition(": sample ")[2])
         check_chunks(h5py.Dataset(dataset))
 

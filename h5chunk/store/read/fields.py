@@ -26,12 +26,12 @@ from h5chunk.store.hdf5.encodings import read_encoding
 from h5chunk.store.hdf5.guard import Guard, small_attribute
 from h5chunk.store.hdf5.open import errors_as
 from h5chunk.store.hdf5.strings import read_words
+from h5chunk.store.hdf5.types import type_problem
 from h5chunk.store.read.ragged import FlatSamples, RaggedField, describe_images, describe_series
 from h5chunk.store.read.vlen import describe_vlen
 
 MATRIX_PARTS = ("indptr", "indices", "data")
 TENX_PARTS = (b"barcodes", b"indptr", b"indices", b"data", b"shape")
-MAX_LISTED = 8
 WINDOW = "NT"  # beginning of the axes of a field of windows: samples, then time steps
 KIND_ATTRIBUTES = ("encoding-type", "h5sparse_format")
 
@@ -204,9 +204,13 @@ def describe_field(
     if is_vlen(item):
         return describe_vlen(item, path, name)
     if not item.shape:
-        raise FieldError(f"{where} is a single value: a field must have one row per sample")
+        raise FieldError(
+            f"{where} is a single value, but a field needs one row per sample: copy it to a dataset with a row for "
+            f"each, such as file['NEW'] = np.repeat(file[{dataset!r}][()], 100) for 100 samples (h5chunk.Keyed reads "
+            "single values as they are, if each sample is a group)"
+        )
     if item.dtype.kind not in "biufS":
-        raise UnsupportedError(f"{where}: {type_problem(item.dtype)}")
+        raise UnsupportedError(f"{where} {type_problem(item.dtype)}")
     filtered = item.id.get_create_plist().get_nfilters() > 0
     grid = ChunkGrid(tuple(item.shape), item.chunks, item.dtype.itemsize, filtered)
     axes = small_attribute(item, "axes", b"")
@@ -215,31 +219,6 @@ def describe_field(
     scale = _scale(item, where) if codes else None
     categories = _find_categories(file, guard, dataset.strip("/"), header is not None)
     return Field(name, dataset, grid, item.dtype.newbyteorder("="), axes, scale, categories)
-
-
-def type_problem(dtype: np.dtype) -> str:
-    """Say why a dataset of this type cannot be a field, and how to copy it to one that can.
-
-    ``x`` stands for the values, as h5py reads them.
-    """
-    if h5py.check_string_dtype(dtype):
-        return (
-            "has strings of variable length, but a field needs numbers or strings of fixed length: copy it to another "
-            "dataset, such as file['NEW'] = np.char.encode(x.asstr()[:].astype(str)), which has fixed-length strings"
-        )
-    if dtype.kind == "c":
-        return (
-            f"has complex numbers ({dtype}), but a field needs real numbers: copy it to another dataset of real and "
-            f"imaginary parts, such as file['NEW'] = x[:].view('f{dtype.itemsize // 2}').reshape(*x.shape, 2), which "
-            "torch.view_as_complex converts back"
-        )
-    if dtype.names:
-        names = ", ".join(dtype.names[:MAX_LISTED]) + (", ..." if len(dtype.names) > MAX_LISTED else "")
-        return (
-            f"is a table with the columns {names}, but a field is one dataset: copy the columns to datasets, such as "
-            f"file['NEW'] = x[{dtype.names[0]!r}]"
-        )
-    return f"has the type {dtype}, but a field needs numbers or strings of fixed length: leave it out"
 
 
 def parse_fields(fields: Fields | None, **tables: Mapping[str, str] | None) -> dict[str, str | FlatSamples] | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import FileError, OptionError, printable, shown
+from h5chunk.errors import FieldError, FileError, OptionError, printable, shown
 from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions, list_url, open_urls, urls_of
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.hdf5.lookalike import describe_lookalike
@@ -67,7 +67,13 @@ def _open(files: list[Path], fields: Stored | None, name: Path, trusted: bool, c
             return _open(files, fields, name, trusted, FIRST)
     options: dict[str, Any] = {"trusted": trusted, "checksums": checksums}
     if trusted is False:
-        try_files(files, lambda path: H5Reader(path, fields, **options).check_metadata(), repr(fields))
+        try:
+            try_files(files, lambda path: H5Reader(path, fields, **options).check_metadata(), repr(fields))
+        except FieldError as error:
+            if len(files) == 1 or fields is None or "has no dataset" not in str(error):
+                raise
+            remedy = "if each file has other fields of the same samples, h5chunk.info([FILE, FILE]).code joins them"
+            raise FieldError(f"{error}; {remedy}") from None
     readers = [H5Reader(file, fields, **options) for file in files]
     if reason := readers[0].why_no_labels:
         warnings.warn(f"{reason}; batches have no labels", stacklevel=4)
@@ -80,6 +86,11 @@ def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
     For remote objects, returns the paths of their local copies.
     """
     if not isinstance(path, (str, os.PathLike)):
+        if isinstance(path, Mapping):
+            raise OptionError(
+                "path is a mapping: pass a path, a pattern, or a list of them (for fields in separate files, "
+                "h5chunk.info([FILE, FILE]).code joins them)"
+            )
         if isinstance(path, bytes) or not isinstance(path, Iterable):
             raise OptionError(f"path is {path!r}: pass a path, a pattern, or a list of them")
         paths = list(path)

@@ -96,9 +96,12 @@ def _ends_of_episodes(reader: H5Reader, num_rows: int, kind: str, dataset: str, 
     table, where = open_reader(reader.path, {kind: dataset}, trusted=trusted), printable(reader.path)
     field = table.fields[kind]
     if field.dtype.kind not in "iu" or field.sample_shape or table.num_samples > num_rows:
-        content = "length" if kind == "lengths" else "first row"
+        content, remedy = "length" if kind == "lengths" else "first row", ""
+        if field.dtype.kind == "b" and not field.sample_shape:
+            remedy = f"; if it marks the last row of each episode, {lengths_remedy(dataset, num_rows)}"
         raise FieldError(
             f"{where}: {dataset!r} must have one axis of at most {num_rows} integers, the {content} of each episode"
+            f"{remedy}"
         )
     numbers = np.empty(table.num_samples, field.dtype)
     table.read(kind, np.arange(len(numbers)), numbers)
@@ -118,3 +121,9 @@ def _ends_of_episodes(reader: H5Reader, num_rows: int, kind: str, dataset: str, 
             f"{num_rows} rows"
         )
     return np.cumsum(numbers.astype(np.int64))
+
+
+def lengths_remedy(dataset: str, num_rows: int) -> str:
+    """Say how to store the lengths of episodes of which a dataset marks the last rows."""
+    ends = f"np.union1d(np.flatnonzero(file[{dataset!r}][:]) + 1, [{num_rows}])"
+    return f"store their lengths, such as file['lengths'] = np.diff({ends}, prepend=0)"

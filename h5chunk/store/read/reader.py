@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -49,6 +49,16 @@ from h5chunk.urls import local_copy_of
 
 LABELS = "labels"
 SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, except the main field, are cached completely
+
+
+def _joined(fields: Sequence[RaggedField]) -> str:
+    """Return the remedy for fields of arrays with the same offsets or lengths; empty for other fields."""
+    series = [field for field in fields if isinstance(field, SeriesField) and field.table]
+    if len(series) < len(fields) or len({(field.table, field.num_entries, field.step_shape) for field in series}) > 1:
+        return ""
+    values = ", ".join(f"file[{field.dataset!r}][:]" for field in series[:3])
+    more = ", ..." if len(series) > 3 else ""
+    return f", or join them as columns of one dataset, such as file['NEW'] = np.stack([{values}{more}], -1)"
 
 
 class H5Reader:
@@ -114,12 +124,12 @@ class H5Reader:
         if len(ragged) > 1:
             all_matrices = all(isinstance(field, MatrixField) for field in ragged)
             which = "sparse matrices" if all_matrices else "fields whose samples differ in length"
-            raise FieldError(f"{printable(self.path)}: fields has {len(ragged)} {which}: choose one")
+            raise FieldError(f"{printable(self.path)}: fields has {len(ragged)} {which}: choose one{_joined(ragged)}")
         self.ragged: RaggedField | None = ragged[0] if ragged else None
         lengths = {name: field.grid.shape[0] for name, field in self.fields.items()}
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{self.fields[name].dataset!r} has {length}" for name, length in lengths.items())
-            raise FieldError(f"{printable(self.path)}: fields differ in length ({listed}): name fields of one length")
+            raise FieldError(f"{printable(self.path)}: fields differ in length ({listed}): {self._of_one_length()}")
         self.num_samples = next(iter(lengths.values()))
         self._caches: dict[str, CacheSettings] = {}
         self._opened: tuple[int, dict[str, Any]] | None = None
@@ -129,6 +139,21 @@ class H5Reader:
         )
         good = good_chunk_samples(self.num_samples, self.main.grid.sample_bytes)
         self.chunk_samples: int = self.main.grid.band_samples or good  # contiguous data has no chunks
+
+    def _of_one_length(self) -> str:
+        """Return the remedy for fields that differ in length."""
+        shapes = [field.grid.shape for field in self.fields.values()]
+        if len({shape[-1] for shape in shapes}) == 1 and max(map(len, shapes)) > 1:
+            return (
+                "name fields of one length; the last axes are equal, so if the samples are along these, as in files of "
+                "MATLAB, use the transposed copies file['NEW'] = file['OLD'][:].T"
+            )
+        shortest = min(shape[0] for shape in shapes)
+        longest = max(self.fields.values(), key=lambda field: field.grid.shape[0]).dataset
+        return (
+            "name fields of one length, or copy the rows that belong to samples, such as "
+            f"file['NEW'] = file[{longest!r}][:{shortest}]"
+        )
 
     @property
     def matrix(self) -> MatrixField | None:

@@ -25,7 +25,7 @@ from h5chunk.plan.codes import Coding, FloatCoding, Storage
 from h5chunk.plan.csr import index_dtype
 from h5chunk.sources.matrix.block import Block, SparseSource, Transposed
 from h5chunk.stamp import stamp_of
-from h5chunk.store.format.header import CSR, DENSE, MATRIX, read_matrix
+from h5chunk.store.format.header import CSR, DENSE, MATRIX, read_header, read_matrix
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.read.files import list_files
@@ -33,6 +33,7 @@ from h5chunk.store.write.journal import is_made_by, key_of
 from h5chunk.store.write.new_file import NewFile
 from h5chunk.store.write.output import check_folder
 from h5chunk.store.write.part_file import check_output
+from h5chunk.tools.chunk_cache import cache_of_file
 from h5chunk.tools.convert.matrix_ids import OldIds, read_old_ids
 from h5chunk.tools.convert.matrix_read import (
     READ_SHARE,
@@ -52,6 +53,7 @@ from h5chunk.tools.convert.options import MatrixOptions
 from h5chunk.tools.convert.report import MatrixReport
 from h5chunk.tools.convert.samples import KEY_FACTS
 from h5chunk.tools.progress import Progress, count_up
+from h5chunk.tools.report import python_text
 from h5chunk.tools.upload import files_in
 
 PROBE_S = 1.0  # seconds for which a dry run reads the source
@@ -170,9 +172,10 @@ def _facts_of(path: Path) -> dict[str, Any]:
 
 def _facts_of_file(path: Path) -> dict[str, Any]:
     with opened(path) as file:
-        matrix = read_matrix(file)
+        matrix, header = read_matrix(file), read_header(file)
         assert matrix is not None
         return {
+            "chunk_cache": cache_of_file(file, path, python_text(str(path)), MATRIX, matrix.num_rows, header),
             **asdict(matrix),
             "num_bytes": path.stat().st_size,
             "chunk_samples": int(file[GROUP].attrs["chunk_samples"]),

@@ -8,6 +8,7 @@ from typing import Any
 from h5chunk.errors import count_text, human_bytes
 from h5chunk.plan.layout import Layout
 from h5chunk.source import shape_text
+from h5chunk.tools.chunk_cache import ChunkCacheInfo
 from h5chunk.tools.convert.forms import FormCost
 from h5chunk.tools.report import Report, list_some, rows, values_text
 
@@ -38,6 +39,7 @@ class ConvertReport(Report):
     fields: dict[str, str]  # dtype of each field, in their order in a batch
     shapes: dict[str, tuple[int, ...]]  # shape of one sample of each field
     layout: Layout
+    chunk_cache: ChunkCacheInfo  # the cache of the main field, for readers with h5py; of the first file of several
     class_names: list[str]
     new_classes: list[str]  # classes that append added
     counts: dict[str, int]  # numbers of images by original mode, such as RGB or L, and by conversion, such as resized
@@ -65,8 +67,9 @@ class ConvertReport(Report):
         return [
             self._head(),
             *rows("fields", ", ".join([*fields[:MAX_FIELDS], *more]) + ("; no labels" if is_unlabelled else "")),
-            *rows("chunks", f"{layout.num_chunks:,} of {self._chunk_text()}"),
-            *rows("  -", layout.reasons if self.free_bytes is not None else ()),
+            *rows("chunks", f"{layout.num_chunks:,} of {self._chunk_text()}: {self.chunk_cache.reason}"),
+            *rows("  -", layout.reasons[1:] if self.free_bytes is not None else ()),
+            *self.chunk_cache.cache_lines("  "),
             *rows("on disk", ", ".join(f"about {human_bytes(size)} {form}" for form, size in self.size_bytes.items())),
             *(line for cost in self.forms for line in rows(cost.form, str(cost))),
             *rows("advice:", self.recommendation),
@@ -120,6 +123,7 @@ class MatrixReport(Report):
     scale: float  # the factor by which values were multiplied before they were stored
     pattern: bool  # whether all values are one, so that only their positions are stored
     chunk_samples: int | None = None  # None for a dry run
+    chunk_cache: ChunkCacheInfo | None = None  # the cache of the entries, for readers with h5py; None for a dry run
     counts: dict[str, int] = field(default_factory=dict)  # numbers of entries read and dropped, rows left out, ...
     num_ranges: int = 1  # parts that were sorted one after the other; 1 if all entries fit in memory
     free_bytes: int | None = None  # free space on the disk of the output; None unless this is the plan of a dry run
@@ -143,6 +147,7 @@ class MatrixReport(Report):
             *rows("ignored", self.ignored),
             *rows("memory", memory),
             *rows("sorted", ranges if self.num_ranges > 1 else ""),
+            *(f"  {line}" for line in (self.chunk_cache.lines() if self.chunk_cache else ())),
             *rows("note:", self.notes),
         ]
 

@@ -8,6 +8,7 @@ whose samples have changed, are written again.
 from __future__ import annotations
 
 import csv
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import OutputError, count_text, printable
+from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.write.fill import Filled, TaskResult, parse_record
@@ -29,12 +31,14 @@ from h5chunk.store.write.old_file import OldFile
 from h5chunk.store.write.output import NewFolder, check_folder
 from h5chunk.store.write.part_file import check_free_space, check_output
 from h5chunk.store.write.samples import SampleJob, write_samples
+from h5chunk.tools.chunk_cache import ChunkCacheInfo, describe_cache
 from h5chunk.tools.cluster import connected
 from h5chunk.tools.convert.distribute import write_shards
 from h5chunk.tools.convert.forms import compare_forms, recommend
 from h5chunk.tools.convert.report import ConvertReport
 from h5chunk.tools.convert.samples import command_id, estimate_s, find_skipped, folder_layout, is_complete, job_key
 from h5chunk.tools.progress import Progress, count_up
+from h5chunk.tools.report import python_text
 from h5chunk.tools.upload import in_store, size_of, upload_early
 
 GREY = {"L", "LA", "1"}  # modes of images without colours
@@ -91,6 +95,7 @@ class SampleRun:
             fields={name: str(kinds[name][1]) for name in job.field_names},
             shapes={name: kinds[name][0] for name in job.field_names},
             layout=layout,
+            chunk_cache=_describe_cache(files[0], () if form else next(iter(kinds.values()))[0]),
             class_names=list(job.categories.get("labels", ())),
             new_classes=list(new_classes),
             counts=dict(sorted(filled.notes.most_common(), key=lambda note: note[0] in APPLIED)),
@@ -302,3 +307,13 @@ def save_skipped(output: Path, skipped: Sequence[tuple[str, str]], *, append: bo
             f"{printable(output)} is complete"
         ) from None
     return str(target)
+
+
+def _describe_cache(job: SampleJob, sample_shape: tuple[int, ...]) -> ChunkCacheInfo:
+    """Describe the chunk cache of the main field of a file. An empty ``sample_shape`` stands for bytes."""
+    layout = job.layout
+    shape = sample_shape or (layout.sample_bytes,)
+    grid = ChunkGrid(
+        (layout.num_samples, *shape), (layout.chunk_samples, *shape), max(1, layout.sample_bytes // math.prod(shape))
+    )
+    return describe_cache(python_text(str(job.path)), grid, layout.cache, "; ".join(layout.reasons[:1]))

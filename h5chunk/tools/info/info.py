@@ -25,6 +25,7 @@ from h5chunk.store.hdf5.chunk_table import count_unwritten, is_vlen, partial_chu
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import errors_as, opened
+from h5chunk.store.hdf5.types import type_problem
 from h5chunk.store.read.encoded import holds_images
 from h5chunk.store.read.fields import (
     MATRIX_PARTS,
@@ -32,9 +33,9 @@ from h5chunk.store.read.fields import (
     default_fields,
     describe_matrix,
     find_matrix_groups,
-    type_problem,
 )
 from h5chunk.store.read.files import Paths, list_files, open_reader, single_file
+from h5chunk.store.read.frames import lengths_remedy
 from h5chunk.store.read.ragged import (
     ImagesField,
     describe_images,
@@ -65,6 +66,7 @@ from h5chunk.tools.report import python_text, shell_command
 PART_VALUES = 1 << 20  # values of a matrix that are read at a time
 LOOK_BYTES = 256 << 20  # the range of values is computed only for matrices with at most this size of values
 MIN_FILES, MAX_CHANNELS = 4, 4  # of a folder with an image per file
+EPISODE_ENDS = ("terminals", "timeouts", "dones", "done", "is_last", "is_terminal")
 LAYOUTS = {
     h5py.h5d.COMPACT: "compact",
     h5py.h5d.CONTIGUOUS: "contiguous",
@@ -343,7 +345,20 @@ def _find_code(
         usual = [*default_fields(file, path, header).values()]
     except FieldError:
         usual = []
-    return Recognised("", fields, training_code(argument, fields, usual, images, trusted=trusted) if fields else [])
+    notes = [
+        f"{name!r} seems to mark the last rows of episodes; for windows within episodes, "
+        f"{lengths_remedy(name, num_rows)}, and pass episode_lengths='lengths' to h5chunk.Windows"
+        for name, num_rows in _episode_ends(datasets, fields)
+    ]
+    code = training_code(argument, fields, usual, images, trusted=trusted) if fields else []
+    return Recognised("", fields, code, notes=notes)
+
+
+def _episode_ends(datasets: Sequence[DatasetInfo], fields: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the first of the fields that marks the ends of episodes, with its number of rows."""
+    rows = {item.name: item.shape[0] for item in datasets if item.name in fields and item.num_axes == 1}
+    ends = [(name, rows[name]) for name in rows if name.rpartition("/")[2].lower() in EPISODE_ENDS]
+    return ends[:1] if len(fields) > 1 else []
 
 
 def _find_cache(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import h5py
@@ -20,6 +20,7 @@ from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.machine import warnings_filtered
+from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.order import Order
 from h5chunk.plan.selection import FixedSelection
 from h5chunk.sources.decode import decode
@@ -136,13 +137,17 @@ def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> O
     return replace(order, num_samples=num_samples, selection=cut)
 
 
-def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: float) -> float:
+def plain_rate(
+    reader: H5Reader, batches: Iterator[np.ndarray], seconds: float, cache: CacheSettings | None = None
+) -> float:
     """Measure samples/s of ``h5py.File(path)[name][i]``, stacked into batches, as in a training loop without h5chunk.
 
-    Reads random samples among the first ``num_samples``. A warm-up of the same duration precedes the measurement.
+    ``batches`` yields indices of samples without end. ``cache`` is the chunk cache. Default: that of h5py. A warm-up of
+    the same duration precedes the measurement.
     """
-    rng, done, warm = np.random.default_rng(0), 0, False
-    with open_file(reader.path) as file:
+    done, warm = 0, False
+    options = {f"rdcc_{name}": value for name, value in asdict(cache).items()} if cache else {}
+    with open_file(reader.path, **options) as file:
         datasets = [file[field.dataset] for field in reader.fields.values() if isinstance(field, Field)]
         read_row = _row_reader(file, reader.ragged)
         started = time.perf_counter()
@@ -150,7 +155,7 @@ def plain_rate(reader: H5Reader, num_samples: int, batch_size: int, seconds: flo
             if not warm and time.perf_counter() >= started + seconds:
                 started, done, warm = time.perf_counter(), 0, True
             samples: list[list[Any]] = [[] for _ in datasets]
-            for row in rng.integers(0, num_samples, batch_size).tolist():
+            for row in next(batches).tolist():
                 for dataset, column in zip(datasets, samples, strict=True):
                     column.append(dataset[row])
                 read_row(row)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from h5chunk.errors import count_text, human_bytes
+from h5chunk.tools.chunk_cache import ChunkCacheInfo
 from h5chunk.tools.model.ratio import Ratio
 from h5chunk.tools.model.settings import Setting, Trial
 from h5chunk.tools.report import Report, code
@@ -63,6 +64,8 @@ class Recommendation(Report):
         Minimum shuffle quality, as an effective batch in samples.
     memory_bytes : int
         Upper limit on the memory for windows, batches and caches.
+    chunk_cache : ChunkCacheInfo or None
+        The chunk cache for the unchanged file, for readers with h5py.
     num_turns : int
         Number of times that each row was measured.
     applied : str or None
@@ -81,6 +84,7 @@ class Recommendation(Report):
     sample_bytes: int
     chosen: str
     rows: list[TuneRow]
+    chunk_cache: ChunkCacheInfo | None
     advice: list[Advice]
     commands: list[str]
     code: list[str]
@@ -113,6 +117,7 @@ class Recommendation(Report):
         ]
         for row in self.rows:
             lines += row.lines(self.batch_size)
+        lines += self.chunk_cache.lines() if self.chunk_cache else []
         head = "advice: " if self.chosen == NEW else "advice for other readers, such as plain h5py: "
         for advice in self.advice:
             lines += [f"{head}{advice.code}: {advice.message}:", f"{'':8s}{code(advice.remedy)}"]

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from h5chunk.errors import OutputError
 from h5chunk.machine import available_cores
@@ -17,6 +20,7 @@ from h5chunk.tools.model.settings import (
     LOADER,
     Setting,
     Trial,
+    cache_of,
     choose,
     cut_order,
     order_of,
@@ -40,6 +44,7 @@ TRY_LEAD, TRY_ROUND = 3, 3  # the same limits for the first measurement of a set
 WORTH_CODE, WORTH_FILE = 1.0, 1.3  # minimum certain speedup that justifies a line of code, and a new file
 
 TODAY, IN_PLACE, NEW, PLAIN = "as today", "best without a new file", "rewritten", "plain h5py"
+CACHED = "h5py, chunk cache"  # as plain h5py, but with the cache of a setting, and in its order
 
 
 def open_batches(study: Study, setting: Setting, device: str) -> BatchRate:
@@ -75,6 +80,7 @@ class Search:
     finalists: dict[str, Setting] = field(default_factory=dict)  # by the name of their row in the report
     turns: dict[str, list[float]] = field(default_factory=dict)  # samples/s in each turn, by the name of the row
     busy: float = 1.0  # load per core by other programs
+    cached: Setting = field(init=False)  # the setting whose cache and order CACHED has
     _tried: set[Setting] = field(default_factory=set)
 
     @property
@@ -97,6 +103,9 @@ class Search:
                 name: runners[finalist] for name, finalist in self.finalists.items()
             }
             race[PLAIN] = self._plain_rate
+            self.cached = self.finalists.get(IN_PLACE, self.today)
+            if not self.study.is_ragged and cache_of(self.cached, self.study.facts, 1).nbytes:
+                race[CACHED] = self._cached_rate
             self.turns = self._measure_in_turns(race, MIN_TURNS, FEW_TURNS if only_today else MAX_TURNS, TURNS_SHARE)
         self.busy = max(self.busy, other_load(own=available_cores()))
         if self.busy > BUSY:
@@ -233,5 +242,13 @@ class Search:
     def _plain_rate(self) -> float:
         from h5chunk.tools.measure.batches import plain_rate
 
-        study = self.study
-        return plain_rate(study.reader, study.num_measured, study.facts.batch_samples, self.budget.slice_s)
+        study, rng = self.study, np.random.default_rng(0)
+        batches = (rng.integers(0, study.num_measured, study.facts.batch_samples) for _ in count())
+        return plain_rate(study.reader, batches, self.budget.slice_s)
+
+    def _cached_rate(self) -> float:
+        from h5chunk.tools.measure.batches import plain_rate
+
+        order = cut_order(order_of(self.cached, self.study.facts), self.study.num_measured)
+        batches = (batch for epoch in count() for batch in replace(order, epoch=epoch).batches())
+        return plain_rate(self.study.reader, batches, self.budget.slice_s, cache_of(self.cached, self.study.facts, 1))

@@ -12,7 +12,9 @@ from h5chunk.errors import FieldError, OptionError, OutputError, check_whole, hu
 from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.child import in_child
+from h5chunk.store.hdf5.open import opened
 from h5chunk.store.write.new_file import write_recommendation
+from h5chunk.tools.chunk_cache import ChunkCacheInfo, cache_of_file, describe_cache
 from h5chunk.tools.info.usual import Fields, with_usual_fields
 from h5chunk.tools.measure.checks import check_budget, worker_counts
 from h5chunk.tools.measure.machine import available_bytes, default_cache, describe_device, library_versions
@@ -27,6 +29,7 @@ from h5chunk.tools.model.settings import (
     order_of,
 )
 from h5chunk.tools.progress import Progress, TimeBudget
+from h5chunk.tools.report import python_text
 from h5chunk.tools.tune.advice import advise_images, find_advice
 from h5chunk.tools.tune.chunk_shapes import ChunkRecommendation, recommend_chunks
 from h5chunk.tools.tune.commands import code_for, rewrite_command
@@ -34,7 +37,7 @@ from h5chunk.tools.tune.plot import check_plot
 from h5chunk.tools.tune.plot import plot as draw
 from h5chunk.tools.tune.remote import StoreRecommendation, tune_store
 from h5chunk.tools.tune.report import Recommendation, TuneRow
-from h5chunk.tools.tune.search import NEW, PLAIN, TODAY, Search
+from h5chunk.tools.tune.search import CACHED, NEW, PLAIN, TODAY, Search
 from h5chunk.tools.tune.study import (
     Study,
     check_converted,
@@ -236,7 +239,8 @@ def _report(search: Search, small: str, min_batch: float, memory_bytes: int) -> 
         num_measured=study.num_measured,
         sample_bytes=facts.sample_bytes,
         chosen=chosen,
-        rows=[*(_row(search, name) for name in search.finalists), _plain_row(search)],
+        rows=[*(_row(search, name) for name in search.finalists), *_plain_rows(search)],
+        chunk_cache=_describe_cache(search),
         advice=[
             *find_advice(study, search.trials[search.today].effective_batch, chosen == NEW, repack, shuffle),
             *advise_images(study, max(statistics.median(turns) for turns in search.turns.values())),
@@ -255,6 +259,17 @@ def _report(search: Search, small: str, min_batch: float, memory_bytes: int) -> 
     )
 
 
+def _describe_cache(search: Search) -> ChunkCacheInfo | None:
+    """Describe the chunk cache for the unchanged file; None for samples of several lengths other than matrix rows."""
+    reader, path = search.study.reader, python_text(str(search.study.reader.path))
+    if not search.study.is_ragged:
+        return describe_cache(path, search.study.facts.grid, cache_of(search.cached, search.study.facts, 1))
+    if reader.matrix is None:
+        return None
+    with opened(reader.path) as file:
+        return cache_of_file(file, reader.path, path, reader.matrix.dataset, reader.num_samples, reader.header)
+
+
 def _row(search: Search, name: str) -> TuneRow:
     trial = search.trials[search.finalists[name]]
     times = None if name == TODAY else search.ratio(name)
@@ -264,8 +279,8 @@ def _row(search: Search, name: str) -> TuneRow:
     )
 
 
-def _plain_row(search: Search) -> TuneRow:
-    """Return the row for plain h5py, which reads single random samples through the default chunk cache."""
+def _plain_rows(search: Search) -> list[TuneRow]:
+    """Return the rows for h5py, which reads single samples through its default chunk cache, and through ours."""
     study, facts, cache = search.study, search.study.facts, default_cache()
     description = f"h5py.File(...)[name][i] in random order, with a chunk cache of {human_bytes(cache.nbytes)}"
     if not study.is_ragged and facts.grid.chunks:
@@ -274,7 +289,18 @@ def _plain_row(search: Search) -> TuneRow:
     memory = cache.nbytes * len(study.fields) + facts.batch_size * facts.sample_bytes
     mixed = None if study.groups is None else float(facts.batch_samples)
     rate = statistics.median(search.turns[PLAIN])
-    return TuneRow(PLAIN, None, description, rate, search.ratio(PLAIN), memory, mixed)
+    rows = [TuneRow(PLAIN, None, description, rate, search.ratio(PLAIN), memory, mixed)]
+    if CACHED in search.turns:
+        cache = cache_of(search.cached, facts, 1)
+        description = (
+            f"h5py.File(..., rdcc_...)[name][i] in the order of ChunkSampler, with a chunk cache of "
+            f"{human_bytes(cache.nbytes)}"
+        )
+        memory = cache.nbytes * len(study.fields) + facts.batch_size * facts.sample_bytes
+        effective = search.trials[search.cached].effective_batch
+        rate = statistics.median(search.turns[CACHED])
+        rows.append(TuneRow(CACHED, None, description, rate, search.ratio(CACHED), memory, effective))
+    return rows
 
 
 def _store(study: Study, report: Recommendation) -> str:
