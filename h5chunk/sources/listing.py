@@ -396,7 +396,7 @@ def _are_splits(source: str, tops: list[bytes], folders: Collection[bytes]) -> b
         inside = at_level(0, inner[tops[0]])
         if inside and tops[0] not in folders and all(split_of(as_text(name))[1] for name in inside):
             raise SourceError(
-                f"{source}: contains only the folder {as_text(tops[0])!r}, with the splits {_listed(sorted(inside))}: "
+                f"{source}: has images only in the folder {as_text(tops[0])!r}, in splits ({_listed(sorted(inside))}): "
                 f"pass {source}/{as_text(tops[0])}, or pass --split-folders no if all its images are of one class"
             )
         return False
@@ -407,7 +407,8 @@ def _are_splits(source: str, tops: list[bytes], folders: Collection[bytes]) -> b
         raise unclear(source, tops, "whose names contain those of splits")
     children = [at_level(0, inner[top]) for top in tops]
     shared = set.intersection(*children) if children else set()
-    if len(shared) > 1 and 2 * len(shared) >= len(set.union(*children)):
+    are_inner_splits = bool(shared) and all(split_of(as_text(name))[1] for name in set.union(*children))
+    if are_inner_splits or (len(shared) > 1 and 2 * len(shared) >= len(set.union(*children))):
         raise unclear(source, tops, f"which contain the same folders {_listed(sorted(shared))}")
     return False
 
@@ -453,12 +454,15 @@ def _stems(directories: Iterable[tuple[bytes, Directory]], folder: bytes, is_mas
 
 def unclear(source: str, folders: Sequence[bytes], reason: str, mask: bytes = b"") -> SourceError:
     """Return the error for folders that may be splits, classes, or images and their masks."""
-    mask = mask or next((folder for folder in folders if has_mask_name(folder)), b"NAME")
+    masks = [mask] if mask else [folder for folder in folders if has_mask_name(folder)]
+    pairs = "list the pairs in a manifest (--manifest)"
+    if len(folders) - len(masks or [mask]) == 1:
+        name = ",".join(map(as_text, masks)) or "NAME"
+        pairs += f", or, for masks, name their folder (--mask-column {name})"
     return SourceError(
         f"{source}: contains the folders {_listed(folders)}, {reason}: pass --split-folders yes if all are splits, "
-        "with classes one level down, or no if they are classes; or convert one of them alone; or, if they contain "
-        f"images and their masks, name the folder of masks (--mask-column {as_text(mask)}), or list the pairs in a "
-        "manifest (--manifest)"
+        "with classes one level down, or no if they are classes; or convert one of them alone; or, if files of the "
+        f"same names belong together, {pairs}"
     )
 
 

@@ -134,6 +134,7 @@ def test_splits_that_wrap_their_classes(tmp_path: Path, wrapper: str) -> None:
         (("fold1/a/1.png", "fold1/b/1.png", "fold2/b/2.png", "fold2/a/2.png"), "contain the same folders 'a', 'b'"),
         (("photo/a/1.png", "photo/b/1.png", "photo/c/1.png", "art/b/2.png", "art/a/2.png"), "folders 'a', 'b'"),
         (("trainA/1.png", "trainB/1.png", "testA/3.png", "testB/4.png"), "whose names contain those of splits"),
+        (("A/train/1.png", "A/test/1.png", "B/train/1.png"), "contain the same folders 'train'"),
         (("Test 1/1.png", "Test 2/1.png"), "which have names of one split"),
         (("train_cats/1.png", "test_cats/1.png"), "whose names contain those of splits"),
         (("train/1.png", "train_masks/1_mask.png"), "'train_masks' have the names of other images"),
@@ -148,7 +149,7 @@ def test_splits_that_wrap_their_classes(tmp_path: Path, wrapper: str) -> None:
 )  # fmt: skip
 def test_structure_that_shows_no_classes_is_asked_for(tmp_path: Path, names: tuple[str, ...], reason: str) -> None:
     make(tmp_path, *names)
-    ways = r".*: pass --split-folders yes .*, or no .*\(--mask-column .*\), or list the pairs .* \(--manifest\)"
+    ways = r".*: pass --split-folders yes .*, or no .*, list the pairs in a manifest \(--manifest\)"
     with pytest.raises(SourceError, match=reason + ways):
         list_images(tmp_path)
     assert list_images(tmp_path, split_folders="no").class_names == sorted({name.split("/")[0] for name in names})
@@ -156,6 +157,8 @@ def test_structure_that_shows_no_classes_is_asked_for(tmp_path: Path, names: tup
 
 def test_a_named_folder_of_masks_ends_the_doubt(tmp_path: Path) -> None:
     make(tmp_path, "train/1.png", "train/2.png", "train_masks/1_mask.gif", "train_masks/2_mask.gif")
+    with pytest.raises(SourceError, match=r"or, for masks, name their folder \(--mask-column train_masks\)$"):
+        list_images(tmp_path)
     assert [*list_images(tmp_path, mask_column=("train_masks",)).others] == ["train_masks"]
 
 
@@ -242,7 +245,7 @@ def test_a_folder_that_wraps_splits_is_named(tmp_path: Path) -> None:
     make(tmp_path, "images/train/1.png", "images/val/1.png")
     archive = shutil.make_archive(str(tmp_path.parent / "x"), "zip", tmp_path.parent, tmp_path.name)
     assert set(list_images(Path(archive)).columns) == {"split"}
-    with pytest.raises(SourceError, match=f"only the folder 'images', with the splits 'train', 'val': pass {tmp_path}"):
+    with pytest.raises(SourceError, match=r"only in the folder 'images', in splits \('train', 'val'\): pass /"):
         list_images(tmp_path)
     assert set(list_images(tmp_path / "images").columns) == {"split"}
     listing = list_images(tmp_path, split_folders="no")
