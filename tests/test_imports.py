@@ -17,11 +17,12 @@ PACKAGE = Path(h5chunk.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py"))
 
 STORE = {"store.hdf5", "store.format", "store.read", "store.write", "store.rewrite"}
-GROUND = {"errors", "extras", "machine", "stamp", "urls", "remote"}
+GROUND = {"errors", "extras", "paths", "machine", "stamp", "urls", "remote"}
 MAY_IMPORT = {
     **{room: set() for room in GROUND},
     "extras": {"errors"},
-    "remote": {"errors", "extras", "stamp", "urls"},
+    "paths": {"errors"},
+    "remote": {"errors", "extras", "paths", "stamp", "urls"},
     "native": set(),
     "source": {"errors"},
     "plan": {"errors"},
@@ -38,7 +39,7 @@ MAY_IMPORT = {
     "tools.model": {"plan", "errors"},
     "tools.measure": {"tools.model", "tools.progress", "sources", "plan", *STORE, "transforms", "feed", "__init__"}
     | GROUND,
-    "tools.doctor": {"tools", "tools.model", "tools.measure", "machine", "errors"},
+    "tools.doctor": {"tools", "tools.model", "tools.measure", "machine", "paths", "errors"},
     "tools": {"native", "source", "sources", "plan", *STORE, "feed", *GROUND, "__init__"},  # and its inner rooms
     "lightning": {"feed", "errors"},
     "cli": {"tools", "errors", "__init__"},

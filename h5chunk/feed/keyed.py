@@ -20,7 +20,7 @@ from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.hdf5.attributes import join_columns
 from h5chunk.store.hdf5.keyed_index import FieldIndex, parse_patterns
 from h5chunk.store.read.fields import Field
-from h5chunk.store.read.files import Paths, list_files
+from h5chunk.store.read.files import Paths, list_data_files
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.keyed import KeyedReader
 from h5chunk.urls import local_copy_of
@@ -97,7 +97,7 @@ class Keyed(ChunkDataset):
                 f"attributes has {taken[0]!r}, which is also the name of a field: rename the field by passing a "
                 "mapping as pattern"
             )
-        files = list_files(path)
+        files = list_data_files(path)
         if any(local_copy_of(file) is not None for file in files):
             raise OptionError(f"path is {path!r}, but Keyed reads only local files: copy the objects to a disk first")
         report = partial(progress or _Line(), "index")

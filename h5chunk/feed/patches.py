@@ -25,7 +25,7 @@ from h5chunk.remote.mirror import NO_OPTIONS
 from h5chunk.store.format.statistics import FieldStatistics, merged, read_statistics
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.read.fields import Field
-from h5chunk.store.read.files import Paths, list_files
+from h5chunk.store.read.files import Paths, list_data_files
 from h5chunk.store.read.several import direct_fields
 from h5chunk.store.read.volumes import PatchReader, VolumeField, open_volumes, probe_volumes
 from h5chunk.urls import local_copy_of
@@ -132,7 +132,7 @@ class Patches(ChunkDataset):
         if not _is_number(share) or not 0 <= share <= 1:
             raise OptionError(f"share is {share!r}: pass a number from 0 to 1")
         seed = check_whole("seed", seed, 0, MAX_SEED)
-        files = list_files(path, NO_OPTIONS)
+        files = list_data_files(path, NO_OPTIONS)
         if any(local_copy_of(file) is not None for file in files):
             raise OptionError(f"path is {path!r}, but patches need local files: copy the objects to a disk first")
         weigher, weighed = weights_field(weights, fields)

@@ -17,6 +17,7 @@ import numpy as np
 
 from h5chunk import errors
 from h5chunk.errors import FileError, OptionError, check_whole
+from h5chunk.paths import expanded
 from h5chunk.remote import client
 from h5chunk.remote.pages import IN_USE, OBJECT, PAGE, Locks, Pages, Runs
 from h5chunk.stamp import keep_stamp
@@ -54,7 +55,7 @@ def remote_options(
         cache_bytes = check_whole("cache_bytes", cache_bytes, 1)
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise OptionError(f"storage_options is {storage_options!r}: pass a mapping, as for obstore's from_url")
-    folder = None if cache_dir is None else os.fspath(cache_dir)
+    folder = None if cache_dir is None else os.path.abspath(expanded(cache_dir))
     return RemoteOptions(folder, cache_bytes, dict(storage_options or {}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import gzip
@@ -195,3 +196,40 @@ def test_kept_chunks_of_volumes_have_one_limit_in_bytes(tmp_path: Path, monkeypa
     kept = [chunk for chunk in gc.get_objects() if type(chunk).__name__ == "_KeptChunk" and chunk.values is not None]
     assert 0 < sum(len(chunk.values) for chunk in kept) <= 8 << 10
     assert field.scratch_bytes(1) == 3 * 64 * 64 + (8 << 10)
+
+
+def test_paths_with_a_tilde_and_after_chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    h5chunk.convert({"images": np.zeros((40, 4), "f4"), "labels": np.arange(40)}, "~/a.h5")
+    assert (tmp_path / "a.h5").is_file()
+    assert len(h5chunk.ChunkDataset(["~/a.h5"])) == 40
+    for tool in TOOLS.values():
+        with contextlib.suppress(h5chunk.FieldError, h5chunk.SourceError):  # the kinds of samples differ
+            tool(Path("~/a.h5"))
+    relative = h5chunk.ChunkDataset("a.h5")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert relative[39][1] == 39
+    with h5chunk.ChunkLoader(relative, 8) as loader:
+        assert sum(len(batch[0]) for batch in loader) == 40
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_an_open_file_is_refused_by_what_it_is(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path / "a.h5", 0)
+    tool: Any = {
+        "repack": lambda source: h5chunk.repack(source, tmp_path / "out.h5"),
+        "convert": lambda source: h5chunk.convert(source, tmp_path / "out.h5"),
+    }.get(name, TOOLS[name])
+    with h5py.File(path) as file, path.open("rb") as stream:
+        objects = {
+            r"h5py\.File.*file\.filename": file,
+            r"BufferedReader.*file\.name": stream,
+            "BytesIO.*write its content to a file": io.BytesIO(path.read_bytes()),
+            "bytes.*write the content to a file": path.read_bytes(),
+        }
+        for message, opened in objects.items():
+            with pytest.raises(h5chunk.OptionError, match=message) as refused:
+                tool(opened)
+            assert len(str(refused.value)) < 300

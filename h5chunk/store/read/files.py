@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import FieldError, FileError, OptionError, printable, shown
+from h5chunk.paths import check_path, expanded
 from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions, list_url, open_urls, urls_of
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.hdf5.lookalike import describe_lookalike
@@ -48,7 +49,7 @@ def open_reader(
     Raises FileError if there is no file, a file cannot be opened, or a shard is missing. Raises FieldError if fields
     differ between files. Raises OptionError if a file is repeated, or lacks the checksums that are to be verified.
     """
-    files = list_files(path, remote)
+    files = list_data_files(path, remote)
     check_shards(path)
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     name = Path(path) if isinstance(path, (str, os.PathLike)) else Path(f"{shown(files[0])}{more}")
@@ -85,13 +86,15 @@ def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
 
     For remote objects, returns the paths of their local copies.
     """
+    check_path(path)
+    path = expanded(path)
     if not isinstance(path, (str, os.PathLike)):
         if isinstance(path, Mapping):
             raise OptionError(
                 "path is a mapping: pass a path, a pattern, or a list of them (for fields in separate files, "
                 "h5chunk.info([FILE, FILE]).code joins them)"
             )
-        if isinstance(path, bytes) or not isinstance(path, Iterable):
+        if not isinstance(path, Iterable):
             raise OptionError(f"path is {path!r}: pass a path, a pattern, or a list of them")
         paths = list(path)
         if not paths:
@@ -111,11 +114,17 @@ def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
         raise FileError(f"{printable(path)}: cannot be opened: {error.strerror}") from error
 
 
+def list_data_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
+    """List files as `list_files` does, for a data set that must find them after the current folder was changed."""
+    return [Path(os.path.abspath(file)) for file in list_files(path, remote)]
+
+
 def single_file(path: Paths) -> Path | None:
     """Return the file that a path names, or the local copy of the remote object that it names.
 
     Returns None if there may be several files.
     """
+    path = expanded(path)
     if not isinstance(path, (str, os.PathLike)):
         return None
     if is_url(path):
@@ -126,6 +135,7 @@ def single_file(path: Paths) -> Path | None:
 
 def check_shards(path: Paths) -> None:
     """Raise FileError if a folder lacks shards of a set, or has several sets with the same name."""
+    path = expanded(path)
     if not isinstance(path, (str, os.PathLike)):
         for item in path:
             check_shards(item)

@@ -14,7 +14,7 @@ from h5chunk.remote.mirror import NO_OPTIONS
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.read.episodes import EpisodeFile, open_episodes
 from h5chunk.store.read.fields import FrameDataset, FrameDecoder
-from h5chunk.store.read.files import Paths, check_shards, list_files, open_reader
+from h5chunk.store.read.files import Paths, check_shards, list_data_files, open_reader
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import find_offsets
@@ -30,7 +30,7 @@ def open_frames(
     are not in the same place or do not replace a complete name, and for URLs.
     """
     parents = {re.sub(r"\*.*", "", dataset) for dataset in fields.values()}
-    files = list_files(path, NO_OPTIONS)
+    files = list_data_files(path, NO_OPTIONS)
     if any(local_copy_of(file) is not None for file in files):
         raise OptionError(f"path is {path!r}, but windows are read only from local files: copy the objects first")
     if all("*" not in dataset for dataset in fields.values()):

@@ -19,6 +19,7 @@ from h5chunk.errors import (
     shown,
 )
 from h5chunk.machine import available_cores
+from h5chunk.paths import takes_paths
 from h5chunk.store.read.files import Paths, open_reader
 from h5chunk.store.read.ragged import ImagesField
 from h5chunk.store.read.reader import H5Reader
@@ -56,6 +57,7 @@ AT_LIMIT = 0.7  # a loader that reaches this fraction of its limit can hardly be
 NOISY = 1.5  # a rate above this multiple of its limit means that the machine was busy
 
 
+@takes_paths("path")
 def bench(
     path: Paths,
     *,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import FileError, OptionError, count_text, printable
+from h5chunk.paths import takes_paths
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.source import SampleSource
 from h5chunk.sources.matrix.block import SparseSource
@@ -33,6 +34,7 @@ from h5chunk.tools.verify.tables import find_table_problems
 AGAIN = "nothing was appended, because the last append added the same samples; to add them again, use another seed"
 
 
+@takes_paths("path", "source")
 @downloads
 def append(
     path: str | os.PathLike[str],

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from h5chunk.errors import OptionError
+from h5chunk.paths import takes_paths
 from h5chunk.source import OpenContext
 from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.sources.open import choose_options, find_kind
@@ -27,6 +28,7 @@ from h5chunk.tools.sources import downloads
 from h5chunk.tools.upload import uploads
 
 
+@takes_paths("source", "output")
 @uploads
 @downloads
 def convert(

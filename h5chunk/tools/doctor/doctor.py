@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from h5chunk.errors import OptionError, OutputError, UtilisationError, check_whole
+from h5chunk.paths import expanded
 from h5chunk.tools.doctor.collect import was_ended
 from h5chunk.tools.doctor.launch import check_command, run_command
 from h5chunk.tools.doctor.report import Check, DoctorReport
@@ -90,6 +91,7 @@ def doctor(
         check_budget(seconds, "seconds")
     if epochs is not None:
         epochs = check_whole("epochs", epochs, 1)
+    html = expanded(html)
     if html is not None:
         check_writable(Path(html))
     if assert_util is not None and not 0 < assert_util <= 1:

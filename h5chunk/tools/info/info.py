@@ -16,6 +16,7 @@ import numpy as np
 from h5chunk import native
 from h5chunk.errors import FieldError, FileError, H5ChunkError, printable, shown
 from h5chunk.machine import available_cores
+from h5chunk.paths import takes_paths
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.source import shape_text
 from h5chunk.store.format.header import CSR, MATRIX, Header, lost_fields, read_header, read_matrix
@@ -75,6 +76,7 @@ LAYOUTS = {
 }
 
 
+@takes_paths("path")
 def info(
     path: Paths | None = None,
     *,

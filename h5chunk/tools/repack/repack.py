@@ -21,6 +21,7 @@ from h5py import h5d
 import h5chunk
 from h5chunk.errors import FileError, OptionError, count_text, printable
 from h5chunk.machine import available_cores
+from h5chunk.paths import takes_paths
 from h5chunk.plan.permutation import permutation
 from h5chunk.plan.repack import MemoryShares
 from h5chunk.stamp import stamp_of
@@ -51,6 +52,7 @@ from h5chunk.tools.upload import uploads
 MAX_THREADS = 8  # with more threads, the memory of each would be small
 
 
+@takes_paths("source", "path")
 @uploads
 def repack(
     source: Paths,

@@ -10,6 +10,7 @@ from typing import Any
 
 from h5chunk.errors import FieldError, OptionError, OutputError, check_whole, human_bytes, printable
 from h5chunk.machine import available_cores
+from h5chunk.paths import takes_paths
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.child import in_child
 from h5chunk.store.hdf5.open import opened
@@ -53,6 +54,7 @@ MAX_WORKERS = 4
 READ_SHARE = 0.1  # share of the budget for filling the page cache, and also for reading samples to copy to other chunks
 
 
+@takes_paths("path")
 def tune(
     path: str | os.PathLike[str],
     *,

@@ -29,6 +29,7 @@ from h5chunk.errors import (
     printable,
     shown,
 )
+from h5chunk.paths import takes_paths
 from h5chunk.store.format.header import CSR, MATRIX, Header, lost_fields, read_header
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import Say, in_child, limited_memory
@@ -69,6 +70,7 @@ CHECKED = (
 )
 
 
+@takes_paths("path")
 def verify(
     path: Paths,
     *,
