@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 import shlex
 import signal
@@ -226,6 +227,16 @@ def test_an_idle_gpu_is_explained_by_what_python_did(changes, cause, gain):
         assert not found.fixes
     else:
         assert found.fixes[0].gain.value == pytest.approx(gain, rel=0.02)
+
+
+def test_a_loop_without_a_loader_is_not_said_to_wait_for_something_else_than_data():
+    line, without = Line("step", "/a/t.py:3", 0.8, 1.0), {"kind": "none", "num_workers": 0, "made_at": ""}
+    changes = {"waits": [0.0] * 40, "steps": [0.01] * 40, "fetches": [], "loader": without, "lines": [line]}
+    found = diagnose(seen(**changes, gpu=gpu()))
+    assert found.cause == "python" and found.verdict.startswith("Your data or your step: ") and not found.ladder
+    found = diagnose(seen(**changes, samples=1.0, gpu=gpu(), in_torch=0.9))
+    assert found.cause == "launches" and found.verdict.startswith("Not your data: ")
+    assert math.isnan(diagnose(seen(**changes)).utilisation)
 
 
 def reading_chunks(rest=0.0001, **changes):

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ PROFILED = 8  # steps under the profiler
 PROFILE_AT = 24  # number of the first profiled step
 MAX_WAITING = 2_000  # events that are kept until the GPU reaches them
 CLOCK_S = 0.5  # seconds between readings of the GPU's clock
+# without this, newer versions of torch warn that they keep the events of the last cycle only, and there is only one
+ONE_CYCLE: dict[str, Any] = {"acc_events": True} if "acc_events" in signature(torch.profiler.profile).parameters else {}
 
 
 class GpuClock:
@@ -80,7 +83,7 @@ class GpuClock:
     def _start_profile(self) -> None:
         with suppress(Exception):  # the user may be running a profiler
             torch.cuda.synchronize()
-            profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], **ONE_CYCLE)
             profile.start()
             self._profile = profile
 

@@ -50,7 +50,8 @@ def _step_cost(
     rest = seen.other_share
     is_data = cause == "copy"
     busy = f"the GPU works {gpu.busy / seen.iteration:.0%} of the time"
-    text = f"{'' if is_data else 'Not your data: '}{sentence}; {busy}."
+    blamed = "Not your data: " if seen.has_loader or cause != "python" else "Your data or your step: "
+    text = f"{'' if is_data else blamed}{sentence}; {busy}."
     fixes = [Fix(fix, about(seen, gain, 1.2 if exact else 2), code, is_bound=not exact)]
     return Cost(cause, is_data, (1 - 1 / gain) * (1 - rest), text, fixes)
 
