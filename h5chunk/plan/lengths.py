@@ -20,7 +20,7 @@ and the batches of a window are shuffled.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from h5chunk.plan.order import Order, Round, Window
 from h5chunk.plan.permutation import BUCKETS, Indices, random_bits, sorted_order
 
 MIN_BATCHES = 8  # minimum number of batches in a window, because its last batch is not full
+NO_OPTIONS = {"lengths", "subset", "selection", "rank", "_sizes"}  # all ranks have the same numbers of batches
 KEPT_EPOCHS = 4  # number of epochs whose numbers of batches are cached
 
 
@@ -78,16 +79,19 @@ class LengthOrder(Order):
     @property
     def _batches_of_windows(self) -> list[int]:
         """The number of batches of each window, on every rank."""
-        key = self.epoch, self.window_chunks, self.bucket_batches
-        if key not in self._sizes:
+        # copies made by `replace` share the cache, so an entry is valid only for the options and arrays it was made for
+        arrays = self.lengths, self.subset, self.selection
+        key = tuple(getattr(self, each.name) for each in fields(self) if each.name not in NO_OPTIONS)
+        kept, found = self._sizes.get(key, ((), []))
+        if len(kept) != len(arrays) or any(old is not new for old, new in zip(kept, arrays, strict=True)):
             ranks = [self._counts(rank) for rank in range(self.world_size)]
             found = np.max([counts for counts, _ in ranks], axis=0).tolist()
             if self.drop_last and found:
                 found[-1] = min(full for _, full in ranks)
             while len(self._sizes) >= KEPT_EPOCHS:
                 self._sizes.pop(next(iter(self._sizes)))
-            self._sizes[key] = found
-        return list(self._sizes[key])
+            self._sizes[key] = arrays, found
+        return list(found)
 
     def _counts(self, rank: int) -> tuple[list[int], int]:
         """Return the number of batches in each window of a rank, and the number of full batches in the last window."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,13 @@ def test_every_sample_comes_once_and_no_batch_is_too_large(dataset: h5chunk.Chun
         assert all(len(batch) <= way.get("batch_size", COUNT) for batch in batches)
         assert all(_elements(batch, way) <= way.get("batch_elements", 1 << 40) for batch in batches)
         assert sum(_elements(batch, way) for batch in batches) > 0.7 * len(batches) * way.get("batch_elements", 0)
+
+
+@pytest.mark.parametrize("change", [{"max_elements": 2 * MOST}, {"lengths": LENGTHS // 2}])
+def test_a_copy_of_an_order_counts_its_own_batches(dataset: h5chunk.ChunkDataset, change: dict[str, Any]) -> None:
+    order = h5chunk.ChunkSampler(dataset, batch_elements=MOST).order
+    assert order.num_batches > 1.5 * replace(order, **change).num_batches > 0
+    assert order.num_batches == replace(order, rank=0).num_batches
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

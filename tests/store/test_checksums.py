@@ -237,6 +237,21 @@ def test_a_single_sample_checks_its_chunk_alone(images: Path, tmp_path: Path) ->
         list(loader)
 
 
+def test_a_file_that_is_rewritten_in_place_with_its_old_times(images: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    path.write_bytes(images.read_bytes())
+    dataset, status = ChunkDataset(path, checksums="always"), path.stat()
+    dataset[0]
+    with h5py.File(images) as file:
+        at = file["images"].id.get_chunk_info(0).byte_offset
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(N))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(FileError, match="does not match its checksum"):
+        dataset[0]
+
+
 def test_values_of_a_field_are_checked(images: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     path.write_bytes(images.read_bytes())
