@@ -129,6 +129,48 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path, make: Callable[[h5py.Fil
     check_refused(source, H5ChunkError, message, shuffle=True)
 
 
+def leave_wide(file: h5py.File) -> None:
+    file.create_dataset("b", (90, 200 << 20), "u1", chunks=(1, 1 << 20))[0, 0] = 1
+
+
+def leave_filter(file: h5py.File) -> None:
+    file.create_dataset("b", data=np.arange(900).reshape(90, 10), chunks=(9, 10), scaleoffset=0)
+
+
+def leave_broken(file: h5py.File) -> None:
+    """The index of the chunks of ``b`` is overwritten afterwards."""
+    file.create_dataset("b", data=np.arange(900), chunks=(7,), compression="gzip")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        refuse_external_link, refuse_virtual, refuse_external_storage, refuse_short_pointers, refuse_columns,
+        leave_wide, leave_filter, leave_broken,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("linked", [False, True])
+def test_other_datasets_cannot_hinder_those_that_are_named(
+    tmp_path: Path, make: Callable[[h5py.File], object], linked: bool
+) -> None:
+    source, out = make_file(tmp_path / "a.h5"), tmp_path / "b.h5"
+    with h5py.File(source, "r+") as file:
+        make(file)
+        if linked and "b" in file:
+            file["c"], file["refs"] = file["b"], np.array([file["b"].ref, file["images"].ref], h5py.ref_dtype)
+    if make is leave_broken:
+        data = source.read_bytes()
+        source.write_bytes(data.replace(b"TREE\x01", b"TREX\x01"))  # the B-trees of chunks
+    report = repack(source, out, fields=["images"])
+    assert [field.name for field in report.fields] == ["images"]
+    with h5py.File(out) as new, h5py.File(source) as old:
+        assert new["images"].chunks == (90, 20, 10)
+        np.testing.assert_array_equal(new["images"], old["images"])
+        missing = {name for name in old if name not in new}
+    assert all(any(f"{name!r} is left out" in note for note in report.notes) for name in missing - {"c"})
+    assert not missing or not {"refs", "names"} & missing
+
+
 def test_regions_are_kept_in_their_order(tmp_path: Path) -> None:
     source = make_file(tmp_path / "a.h5")
     with h5py.File(source, "r+") as file:
@@ -145,7 +187,9 @@ def test_references_to_what_was_deleted_are_said(tmp_path: Path) -> None:
         file.attrs["to"] = file["gone"].ref
         del file["gone"]
     report = repack(source, tmp_path / "b.h5")
-    assert report.notes == ["the root, attribute 'to' referred to an object that no longer exists, and is now empty"]
+    assert report.notes == [
+        "the root, attribute 'to' referred to an object that cannot be read or no longer exists, and is now empty"
+    ]
     with h5py.File(tmp_path / "b.h5") as file:
         assert not file.attrs["to"]
 
@@ -314,7 +358,7 @@ def test_a_source_that_changes_meanwhile(tmp_path: Path) -> None:
 def test_a_crash_of_hdf5_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_file(tmp_path / "a.h5")
 
-    def crash(*_: object) -> None:
+    def crash(*_: object, **__: object) -> None:
         faulthandler.disable()  # pytest's
         os.kill(os.getpid(), signal.SIGSEGV)
 

@@ -9,7 +9,9 @@ are read once for each part of the new values that fits in memory.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ from h5py import h5a, h5d, h5g, h5o, h5p, h5r, h5s, h5t, h5z
 
 from h5chunk.errors import FileError, printable
 from h5chunk.store.format.spec import ALIGNMENT, GROUP, FileSpec, Region, create_objects, new_file, region_of
-from h5chunk.store.hdf5.open import translate_errors
+from h5chunk.store.hdf5.open import DAMAGES, FULL_DISK, translate_errors
 from h5chunk.store.rewrite.shuffle import NewOrder
 from h5chunk.store.rewrite.survey import Node, Survey, attribute_names, is_fixed, references_of
 
@@ -105,8 +107,9 @@ class _Copier:
     ``lost`` collects messages about content that could not be preserved.
     """
 
-    def __init__(self, source: h5py.File, target: h5py.File, paths: Mapping[int, bytes]) -> None:
-        self._source, self._target, self._paths = source.id, target.id, paths
+    def __init__(self, source: h5py.File, target: h5py.File, survey: Survey) -> None:
+        self._source, self._target, self._paths = source.id, target.id, survey.paths
+        self._leaves_out = survey.left_out is not None
         self._shown = printable(source.filename)
         self.lost: list[str] = []
 
@@ -157,14 +160,17 @@ class _Copier:
     def _reference(self, reference: h5r.Reference, where: str) -> h5r.Reference:
         if not reference:
             return reference
-        try:
+        address = None
+        with suppress(OSError, RuntimeError, ValueError, KeyError):
             item = h5r.dereference(reference, self._source)
-        except (OSError, RuntimeError, ValueError, KeyError):
-            item = None
-        if item is None:
-            self.lost.append(f"{where} referred to an object that no longer exists, and is now empty")
+            address = h5o.get_info(item).addr if item is not None else None
+        if address is None:
+            self.lost.append(f"{where} referred to an object that cannot be read or no longer exists, and is now empty")
             return type(reference)()
-        path = self._paths.get(h5o.get_info(item).addr)
+        path = self._paths.get(address)
+        if self._leaves_out and (path is None or (path and not h5o.exists_by_name(self._target, path))):
+            self.lost.append(f"{where} referred to an object that is left out, and is now empty")
+            return type(reference)()
         if path is None:
             raise FileError(
                 f"{self._shown}: {where} refers to an object without a name: give it a name, or delete the reference"
@@ -183,7 +189,7 @@ class _Maker:
     ) -> None:
         self._source, self._target = source.id, target.id
         self._survey, self._changes, self._copied = survey, changes, copied
-        self.copier = _Copier(source, target, survey.paths)
+        self.copier = _Copier(source, target, survey)
         self._utf8 = h5p.create(h5p.LINK_CREATE)
         self._utf8.set_char_encoding(h5t.CSET_UTF8)
         self.new: dict[bytes, h5d.DatasetID] = {}  # datasets whose values must still be written, by path
@@ -194,6 +200,7 @@ class _Maker:
         objects = [facts.path for facts in datasets if facts.has_references or facts.has_named_type]
         copied_here = [path for path in objects if path not in changes.layouts]
         self._by_value = dict.fromkeys([*copied_here, *changes.permuted])  # datasets that this class copies
+        self._lost: set[bytes] = set()  # paths of objects that HDF5 cannot copy
         self._bare: set[bytes] = set()  # paths of objects that HDF5 copies without their attributes
 
     def make_nodes(self) -> None:
@@ -206,6 +213,8 @@ class _Maker:
             links = None if node.name.isascii() else self._utf8
             if node.kind == "soft":
                 new.links.create_soft(node.name, node.leads_to, lcpl=links)
+            elif node.kind == "again" and node.leads_to in self._lost:
+                self._lost.add(node.path)
             elif node.kind == "again":
                 new.links.create_hard(node.name, self._target, b"/" + node.leads_to, lcpl=links)
             elif node.kind == "group":  # without the properties that locate the links of a large group in the file
@@ -219,6 +228,7 @@ class _Maker:
                 self._make_dataset(h5d.open(old, node.name), new, node, links)
             else:
                 self._copy(old, new, node, links)
+        self._nodes = [node for node in self._nodes if node.path not in self._lost]
 
     def _is_made(self, path: bytes) -> bool:
         """Return whether this class creates the dataset. Otherwise HDF5 copies it."""
@@ -232,7 +242,13 @@ class _Maker:
         if any(kind.committed() or references_of(kind) for kind in kinds):
             options.set_copy_object(h5o.COPY_WITHOUT_ATTR_FLAG)
             self._bare.add(node.path)
-        h5o.copy(old, node.name, new, node.name, options, links)
+        try:
+            h5o.copy(old, node.name, new, node.name, options, links)
+        except DAMAGES as error:
+            if self._survey.left_out is None or any(os.strerror(number) in str(error) for number in FULL_DISK):
+                raise
+            self.copier.lost.append(f"{printable(node.path)!r} is left out: HDF5 cannot copy it ({error})")
+            self._lost.add(node.path)
         if isinstance(item, h5d.DatasetID):
             self._copied(self._survey.datasets[node.path].stored_bytes)
 

@@ -16,7 +16,7 @@ from h5py import h5a, h5d, h5g, h5l, h5o, h5s, h5t
 from h5chunk.errors import FileError, TrustError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
-from h5chunk.store.hdf5.open import translate_errors
+from h5chunk.store.hdf5.open import DAMAGES, translate_errors
 
 ORDER_TRACKED = 1  # H5P_CRT_ORDER_TRACKED of H5Ppublic.h
 NUMBERS_AND_TEXT = "biufS"  # kinds of NumPy dtypes that a field may have
@@ -83,11 +83,15 @@ class Survey:
     nodes: list[Node] = field(default_factory=list)  # groups are listed before their members
     datasets: dict[bytes, DatasetFacts] = field(default_factory=dict)  # by path
     paths: dict[int, bytes] = field(default_factory=dict)  # first path of each object, by address; empty for the root
+    left_out: list[str] | None = None  # what cannot be copied, and why; None: it raises an error
 
 
-def survey_file(file: h5py.File) -> Survey:
-    """List all objects and links of a file. Raises FileError or TrustError if one cannot be preserved."""
-    survey, label = Survey(), printable(file.filename)
+def survey_file(file: h5py.File, *, leave_out: bool = False) -> Survey:
+    """List all objects and links of a file.
+
+    Raises FileError or TrustError if one cannot be preserved; with ``leave_out``, it is listed in ``left_out`` instead.
+    """
+    survey, label = Survey(left_out=[] if leave_out else None), printable(file.filename)
     with translate_errors(file.filename):
         survey.paths[h5o.get_info(file.id).addr] = b""
         groups = [b""]
@@ -97,17 +101,43 @@ def survey_file(file: h5py.File) -> Survey:
             tracked = group.get_create_plist().get_link_creation_order() & ORDER_TRACKED
             group.links.iterate(names.append, idx_type=h5py.h5.INDEX_CRT_ORDER if tracked else h5py.h5.INDEX_NAME)
             for name in names:
-                node = _describe_link(group, parent, name, survey.paths, label)
-                survey.nodes.append(node)
+                try:
+                    node = _add_link(survey, group, parent, name, label)
+                except (FileError, *DAMAGES) as error:
+                    if survey.left_out is None and isinstance(error, FileError):
+                        raise type(error)(
+                            f"{error}. To leave it out, name the datasets to repack with fields"
+                        ) from None
+                    if survey.left_out is None:
+                        raise
+                    path = parent + b"/" + name if parent else name
+                    survey.left_out.append(f"{printable(path)!r} is left out: {_reason(error, label)}")
+                    continue
                 if node.kind == "group":
                     groups.append(node.path)
-                elif node.kind == "dataset":
-                    survey.datasets[node.path] = describe_dataset(h5d.open(group, name), node.path, label)
     return survey
 
 
-def _describe_link(group: h5g.GroupID, parent: bytes, name: bytes, paths: dict[int, bytes], label: str) -> Node:
-    """Describe a link. If its object is new, add the path to ``paths``."""
+def _add_link(survey: Survey, group: h5g.GroupID, parent: bytes, name: bytes, label: str) -> Node:
+    """Add a link, and the dataset that it leads to, unless an error is raised."""
+    paths = dict[int, bytes]()
+    node = _describe_link(group, parent, name, survey.paths, paths, label)
+    if node.kind == "dataset":
+        survey.datasets[node.path] = describe_dataset(h5d.open(group, name), node.path, label)
+    survey.paths |= paths
+    survey.nodes.append(node)
+    return node
+
+
+def _reason(error: Exception, label: str) -> str:
+    text = str(error) if isinstance(error, FileError) else f"HDF5 cannot read it ({error})"
+    return text.removeprefix(f"{label}: ")
+
+
+def _describe_link(
+    group: h5g.GroupID, parent: bytes, name: bytes, known: dict[int, bytes], paths: dict[int, bytes], label: str
+) -> Node:
+    """Describe a link. If its object is not ``known``, add the path to ``paths``."""
     where = f"{label}: {printable(parent + b'/' + name if parent else name)!r}"
     if name in (b"", b".") or b"/" in name:
         raise FileError(f"{where} is damaged: it has an invalid name")
@@ -121,8 +151,8 @@ def _describe_link(group: h5g.GroupID, parent: bytes, name: bytes, paths: dict[i
     if kind != h5l.TYPE_HARD:
         raise FileError(f"{where} is a link of an unknown kind ({kind}): delete it")
     info = h5o.get_info(group, name)
-    if info.addr in paths:
-        return Node(parent, name, "again", paths[info.addr])
+    if info.addr in known:
+        return Node(parent, name, "again", known[info.addr])
     kinds = {h5o.TYPE_GROUP: "group", h5o.TYPE_DATASET: "dataset", h5o.TYPE_NAMED_DATATYPE: "type"}
     if info.type not in kinds:
         raise FileError(f"{where} is an object of an unknown kind ({info.type}): delete it")

@@ -102,11 +102,11 @@ def find_samples(
     kept = kept_paths(options)
     _check_kept(kept, file, survey, label)
     excluded = {path for path in datasets if any(path == each or path.startswith(each + b"/") for each in kept)}
-    ragged = [
-        group
-        for group in (*_sparse_groups(file, survey, datasets, label), *_image_groups(file, datasets, header))
-        if not excluded & {part.path for part in group.parts}
-    ]
+    only = {_named(datasets, name, label).path for name in options.fields if not options.shuffle}
+    ragged: list[RaggedGroup] = []
+    if not only:
+        groups = (*_sparse_groups(file, survey, datasets, label), *_image_groups(file, datasets, header))
+        ragged = [group for group in groups if not excluded & {part.path for part in group.parts}]
     parts = {facts.path for group in ragged for facts in group.parts}
     anndata = is_anndata(file)
     candidates = [facts for facts in datasets.values() if facts.num_rows and facts.path not in parts | excluded]
@@ -121,12 +121,13 @@ def find_samples(
         candidates = [facts for facts in candidates if len(facts.grid.shape) == len(options.chunks)]
         if not candidates:
             raise OptionError(f"{label}: chunks is {options.chunks}, but no field has {len(options.chunks)} axes")
-    members = [facts for facts in candidates if facts.num_rows in lengths]
+    members = [facts for facts in candidates if facts.num_rows in lengths and (not only or facts.path in only)]
     fields = [facts for facts in members if facts.is_fixed_size]
     layouts = {rows: _plan(rows, fields, ragged, options.chunk_samples) for rows in lengths}
     num_samples, main = mains[0] if mains else (0, "")
     others = [facts for facts in members if not facts.is_fixed_size]
-    return Samples(num_samples, main, layouts, fields, others, ragged, anndata, [facts.name for facts in large])
+    too_large = [] if only else [facts.name for facts in large]
+    return Samples(num_samples, main, layouts, fields, others, ragged, anndata, too_large)
 
 
 def kept_paths(options: RepackOptions) -> set[bytes]:

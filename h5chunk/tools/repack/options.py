@@ -22,8 +22,8 @@ class RepackOptions(WriteOptions):
 
     fields: tuple[str, ...] = option(
         (),
-        "Dataset to repack, whose first axis indexes the samples (repeatable). With --shuffle, all of them must have "
-        "the same length.",
+        "Dataset to repack, whose first axis indexes the samples (repeatable); others are copied, or left out if that "
+        "is impossible. With --shuffle, all of them must have the same length, and other datasets of it move, too.",
         metavar="DATASET",
         shown_default="images, AnnData's X, or the largest",
         heading="Fields",

@@ -49,6 +49,7 @@ from h5chunk.tools.repack.report import FieldReport, RepackFolderReport, RepackR
 from h5chunk.tools.shared import at_hand
 from h5chunk.tools.upload import uploads
 
+MAX_LEFT_OUT = 8  # objects that notes name
 MAX_THREADS = 8  # with more threads, the memory of each would be small
 
 
@@ -67,8 +68,9 @@ def repack(
 ) -> RepackReport | RepackFolderReport:
     """Rewrite an HDF5 file, or all files of a folder, with complete samples in their chunks.
 
-    A field is a dataset of fixed-size elements with as many rows as the main field. The main field is the dataset named
-    in ``fields``, or else ``images``, ``X`` of AnnData, or the largest dataset. Fields get chunks of complete samples,
+    A field is a dataset of fixed-size elements with as many rows as the main field, which is ``images``, ``X`` of
+    AnnData, or the largest dataset. If ``fields`` are named, only these are repacked, and a shuffle moves all datasets
+    of their length; datasets and links that cannot be copied are left out. Fields get chunks of complete samples,
     uncompressed by default. The entries of sparse matrices are stored in chunks of about 1 MiB. The bytes of images of
     any size are stored in chunks of 8 MiB, or of 1 MiB if they are compressed. All other datasets, groups, attributes,
     links, references and dimension scales are kept unchanged. If the file has checksums, they are verified before new
@@ -204,7 +206,10 @@ def _plan(
         missing = {name: getattr(best, name) for name in TUNED if getattr(options, name) is None}
         chunks = options.chunks or best.chunks
         options = replace(options, shuffle=options.shuffle or best.shuffle, chunks=chunks, **missing)
-        survey = survey_file(source.file)
+        survey = survey_file(source.file, leave_out=bool(options.fields))
+        left_out = survey.left_out or []
+        notes += left_out[:MAX_LEFT_OUT]
+        notes += [f"{len(left_out) - MAX_LEFT_OUT} more are left out"] if len(left_out) > MAX_LEFT_OUT else []
         num_threads = min(MAX_THREADS, available_cores())
         part_bytes = MemoryShares(options.memory_bytes, num_threads).part_bytes
         samples = find_samples(source.file, survey, old, options, part_bytes)
