@@ -15,14 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, SampleError, SourceError, printable
 from h5chunk.source import Names, OpenContext, SampleField
 from h5chunk.sources.container import StoredFile
 from h5chunk.sources.kinds import KeyedOptions
-from h5chunk.sources.recognise import HDF5_MAGIC, has_suffix
+from h5chunk.sources.recognise import HDF5_MAGIC, has_suffix, is_hdf5
 from h5chunk.sources.samples import Samples, field_dtype, largest_first
 from h5chunk.stamp import source_stamp
 from h5chunk.store.hdf5.keyed_index import CONTIGUOUS, KeyedIndex, parse_patterns
@@ -52,9 +51,7 @@ class KeyedSource(Samples):
 
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
-        if head.startswith(HDF5_MAGIC):
-            return True
-        return has_suffix(source, *SUFFIXES) and h5py.is_hdf5(source)  # HDF5's first bytes may follow a user block
+        return head.startswith(HDF5_MAGIC) or (has_suffix(source, *SUFFIXES) and is_hdf5(source, head))
 
     @classmethod
     def open(cls, source: Any, options: KeyedOptions, context: OpenContext) -> KeyedSource:

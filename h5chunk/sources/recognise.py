@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import posixpath
 import zipfile
 from collections.abc import Iterable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import SourceError, printable
+from h5chunk.errors import FileError, SourceError, WorkerError, printable
 from h5chunk.sources.container import PACKED_MAGICS, BoundedFile
+from h5chunk.stamp import stamp_of
 
 HEAD_BYTES = 1 << 12
 MAX_ZIP_DIRECTORY_BYTES = 1 << 20  # a zip with a larger directory is neither a matrix nor a file of arrays
@@ -98,18 +101,54 @@ def zip_members(source: Any, head: bytes) -> set[str]:
 
 
 def hdf5_members(source: Any, head: bytes) -> dict[str, set[str]]:
-    """Return the names at the root of an HDF5 file, with the names in each group; empty for any other source."""
+    """Return the names at the root of an HDF5 file, with the names in each group; empty for any other source.
+
+    Raises SourceError if HDF5 cannot open the file.
+    """
     if not head.startswith(HDF5_MAGIC):
         return {}
+    path = Path(os.fsdecode(source))
+    return _members_of(path, stamp_of(path, with_ctime=True))
+
+
+@functools.lru_cache(16)
+def _members_of(path: Path, stamp: tuple[int, ...]) -> dict[str, set[str]]:
+    """Read the names in an HDF5 file in a child process, which the file may crash."""
     import h5py
 
+    from h5chunk.store.hdf5.child import in_child, limited_memory
+    from h5chunk.store.hdf5.open import DAMAGES, opened
+
+    def read(_: object) -> dict[str, set[str]]:
+        with limited_memory(path), opened(path) as file:
+            try:
+                names = list(islice(file, MAX_HDF5_LINKS))
+                own = [name for name in names if isinstance(file.get(name, getlink=True), h5py.HardLink)]
+                return {name: set(file[name]) if isinstance(file[name], h5py.Group) else set() for name in own}
+            except DAMAGES:
+                return {}
+
     try:
-        with h5py.File(source, "r") as file:
-            names = list(file)[:MAX_HDF5_LINKS]
-            own = [name for name in names if isinstance(file.get(name, getlink=True), h5py.HardLink)]
-            return {name: set(file[name]) if isinstance(file[name], h5py.Group) else set() for name in own}
-    except (OSError, RuntimeError, KeyError, ValueError):
-        return {}
+        return in_child(read, lambda: printable(path))
+    except (FileError, WorkerError) as error:
+        raise SourceError(str(error)) from None
+
+
+def is_hdf5(source: Any, head: bytes) -> bool:
+    """Return whether a regular file is HDF5. Its first bytes may follow a user block of 512, 1024, 2048, ... bytes."""
+    if head.startswith(HDF5_MAGIC):
+        return True
+    try:
+        with open(source, "rb") as file:  # noqa: PTH123
+            size, offset = os.fstat(file.fileno()).st_size, 512
+            while offset < size:
+                file.seek(offset)
+                if file.read(len(HDF5_MAGIC)) == HDF5_MAGIC:
+                    return True
+                offset *= 2
+    except (OSError, ValueError):
+        pass
+    return False
 
 
 def text_lines(source: Any, head: bytes) -> list[bytes]:

@@ -236,7 +236,11 @@ def test_no_claim_takes_memory(tmp_path: Path) -> None:
     allowed = said.pop("allowed.mtx")
     assert not {name: text for name, text in said.items() if "TRACEBACK" in text or "the system has less free" in text}
     assert {name for name, text in said.items() if not text} == {name for name in options if "legal" in name}
-    refused = [text for text in said.values() if "over the limit of 32.0 MiB: if this is right, allow" in text]
+    refused = [
+        text
+        for text in said.values()
+        if "over the limit of 33,554,432 bytes (32.0 MiB): if this is right, allow" in text
+    ]
     assert len(refused) > 70
     assert "the system has less free memory: lower the limit" in allowed
 
@@ -244,8 +248,9 @@ def test_no_claim_takes_memory(tmp_path: Path) -> None:
 def test_the_error_says_what_it_would_take(tmp_path: Path) -> None:
     (tmp_path / "m.mtx").write_bytes(mtx(HUGE[0], 3, "real general"))
     message = (
-        r"m\.mtx: claims 2,000,000,000 rows and 3 columns, which take 104\.3 GiB of memory, over the limit of "
-        r"1\.0 GiB: if this is right, allow more \(--memory-bytes 105G\)"
+        r"m\.mtx: claims 2,000,000,000 rows and 3 columns, which take 112,000,000,000 bytes \(104\.3 GiB\) of "
+        r"memory, over the limit of 1,073,741,824 bytes \(1\.0 GiB\): if this is right, allow more "
+        r"\(--memory-bytes 105G\)"
     )
     for how in (h5chunk.convert, partial(h5chunk.convert, dry_run=True)):
         with pytest.raises(SourceError, match=message):

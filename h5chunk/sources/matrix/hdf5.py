@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 from h5chunk.errors import FileError, SourceError, human_bytes, printable
 from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES
 from h5chunk.sources.matrix.block import MemoryLimit, RegularFile
-from h5chunk.store.hdf5.child import in_child, limited_memory
+from h5chunk.store.hdf5.child import in_child, limited_memory, try_files
 from h5chunk.store.hdf5.chunk_table import count_unwritten, is_listed_wrongly, is_stored_as, list_chunks
 from h5chunk.store.hdf5.encodings import read_encoding
 from h5chunk.store.hdf5.guard import Guard
@@ -43,6 +43,25 @@ class GuardedFile(RegularFile):
         super().__init__(path)
         self.memory = MemoryLimit(self.path, memory_bytes)
         self.guard = Guard(self.path, remedy=REMEDY)
+        try:  # HDF5 may crash when it opens the objects of a damaged file, and is left to crash in another process
+            try_files([Path(self.path)], lambda _: self._touch(), "matrix")
+        except FileError as error:
+            raise SourceError(str(error)) from None
+
+    def _touch(self) -> None:
+        """Open all objects that a reader of a matrix may open, as it does."""
+        with self.open() as root:
+            groups = [root]
+            while groups:
+                group = groups.pop()
+                for name in (name for name in group.names() if name != "uns"):
+                    with suppress(SourceError, FileError):
+                        if group.is_group(name):
+                            groups.append(group.group(name))
+                        else:
+                            group.dataset(name, group.num_dimensions(name))
+                with suppress(SourceError, FileError):
+                    group.encoding(), group.words("_index"), group.words("column-order"), group.numbers("shape")
 
     @contextmanager
     def open(self) -> Iterator[GuardedGroup]:
@@ -117,6 +136,10 @@ class GuardedGroup:
         if not isinstance(member, h5py.Group):
             raise self.error("must be a group", name)
         return GuardedGroup(self.owner, member, self._descriptor, self._place(name))
+
+    def num_dimensions(self, name: str) -> int:
+        """Return the number of dimensions of a dataset."""
+        return len(self._member(name).shape or ())
 
     def dataset(self, name: str, num_dimensions: int = 1) -> GuardedDataset:
         """Open a dataset in the group. Raises SourceError unless its number of dimensions, size and type are valid."""
