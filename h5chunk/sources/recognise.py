@@ -29,12 +29,21 @@ SYSTEM = {  # names, in lower case, of files and folders of systems and tools, w
     b"__macosx", b".ds_store", b".git", b".ipynb_checkpoints", b"thumbs.db", b"ehthumbs.db", b"desktop.ini", b"@eadir",
 }  # fmt: skip
 PACKINGS = (".gz", ".bz2", ".xz", ".zst")
+AS_MANIFEST = (
+    "to convert the images, pass their folder as the source, and this file as its manifest: h5chunk convert FOLDER "
+    "OUTPUT.h5 --manifest TABLE"
+)
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def is_path(source: Any) -> bool:
     """Return whether a source is a path, to a file that may not exist, rather than another object."""
     return isinstance(source, (str, os.PathLike))
+
+
+def names_image(value: Any) -> bool:
+    """Return whether a value is text that ends like the name of an image."""
+    return isinstance(value, (str, bytes)) and os.fsencode(value).lower().endswith(EXTENSIONS)
 
 
 def names_file(value: Any) -> bool:

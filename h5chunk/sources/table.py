@@ -51,10 +51,9 @@ from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import compute, has_type, parquet, pyarrow
 from h5chunk.sources.cells import may_be_lost
 from h5chunk.sources.kinds import ImageOptions, TableOptions, TextOptions
-from h5chunk.sources.listing import EXTENSIONS
 from h5chunk.sources.matrix.dialect import is_number
 from h5chunk.sources.options import flag_of
-from h5chunk.sources.recognise import SYSTEM, has_suffix, is_path, read_head
+from h5chunk.sources.recognise import AS_MANIFEST, SYSTEM, has_suffix, is_path, names_image, read_head
 from h5chunk.sources.samples import SPLIT, Samples, field_dtype
 from h5chunk.sources.splits import splits_of
 from h5chunk.sources.table_columns import MAX_CATEGORIES, TEXTS, Images, Values, storage_class
@@ -67,18 +66,11 @@ BATCH_ROWS = 1024
 DOCUMENTS = ("readme", "license", "dataset_info")  # beginnings of the names of files that are not data
 MAX_NAMES = 12  # maximum number of columns that a message lists
 MANY_COLUMNS = 30  # from this number on, numeric columns are probably the components of one vector
-NAMED_IMAGES = (
-    "column {!r} contains names of images, which are stored as text: to convert the images, pass their folder as the "
-    "source, and this file as its manifest (--manifest)"
-)
+NAMED_IMAGES = "column {!r} contains names of images, which are stored as text: " + AS_MANIFEST
 
 
 def _first_row(table: Any) -> Iterable[tuple[str, Any]]:
     return table.slice(0, 1).to_pylist()[0].items() if table.num_rows else ()
-
-
-def _names_image(value: Any) -> bool:
-    return isinstance(value, str) and value.lower().encode().endswith(EXTENSIONS)
 
 
 class TableSource(Samples):
@@ -195,14 +187,15 @@ class TableSource(Samples):
     def _read_text(self, path: Path, options: TableOptions, context: OpenContext) -> None:
         table, form = read_text_table(os.fspath(path), options, context.memory_bytes)
         names = "" if form.has_header else "; there is no header, so columns are called column_0, ..."
-        if form.has_header and options.header == "auto" and any(map(is_number, form.names)):
+        is_unclear = not form.has_numbers or any(map(is_number, form.names))
+        if form.has_header and options.header == "auto" and is_unclear:
             names = (
                 f"; the first line became names of columns: {names_text(form.names)} (if it is a sample, pass "
                 "--header no; if it is neither, --header skip)"
             )
         self.notes = [f"each line became a sample{names} (--format csv reads entries of a sparse matrix)"]
         columns = self._choose(path, table.schema)
-        self.notes += [NAMED_IMAGES.format(name) for name, value in _first_row(table) if _names_image(value)]
+        self.notes += [NAMED_IMAGES.format(name) for name, value in _first_row(table) if names_image(value)]
         self._count_missing = lambda name: int(table.column(name).null_count)
         self._add_batches(path, columns, table.select(columns).to_batches(BATCH_ROWS), context)
 

@@ -54,13 +54,14 @@ class TextTable(NamedTuple):
     num_skipped: int  # lines above the first sample
     has_header: bool
     decimal: str
+    has_numbers: bool  # in any column
     problem: str = ""  # the reason why the table cannot be read with the options, if any
 
 
 def detect_format(lines: list[bytes], options: TextOptions = DETECTED) -> TextTable | None:
     """Detect the format of a table from its first lines.
 
-    Returns None unless they have several columns, at least one of them with numbers.
+    Returns None unless they have several columns.
     """
     lines = without_comments(lines, options.comment)
     num_skipped = num_comments(lines)
@@ -77,7 +78,7 @@ def detect_format(lines: list[bytes], options: TextOptions = DETECTED) -> TextTa
     decimal = options.decimal or _guess_decimal(dialect, whole)
     columns = [[cell.replace(decimal, ".") for cell in column] for column in zip(*whole, strict=True)]
     numbers = [any(map(is_number, column)) for column in columns]
-    if width < 2 or 2 * len(whole) <= len(below) or not any(numbers):
+    if width < 2 or 2 * len(whole) <= len(below):
         return None
     words = [not is_number(cell.replace(decimal, ".")) and cell not in MISSING for cell in first]
     if all(words) and len(first) == width - 1:  # R leaves out the name of the column of row names
@@ -90,7 +91,7 @@ def detect_format(lines: list[bytes], options: TextOptions = DETECTED) -> TextTa
     names = [f"column_{number}" for number in range(width)]
     if has_header and not problem:
         names = [cell.strip("'").replace("/", "_") or "index" for cell in first]
-    return TextTable(dialect, names, num_skipped + has_header, has_header, decimal, problem)
+    return TextTable(dialect, names, num_skipped + has_header, has_header, decimal, any(numbers), problem)
 
 
 def _counts_up(row: list[str]) -> bool:
@@ -118,7 +119,7 @@ def is_table(source: Any, head: bytes) -> bool:
     """
     lines = text_lines(source, head) if has_suffix(source, *SUFFIXES) else []
     form = detect_format(lines)
-    if form is None or (form.has_header and names_show_entries(form.names)):
+    if form is None or not form.has_numbers or (form.has_header and names_show_entries(form.names)):
         return False
     return len(form.names) > MAX_ENTRY_COLUMNS or _has_fractions(form, lines, form.names[:2])
 
@@ -167,7 +168,7 @@ def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple
     text = TextFile(path, options.encoding)
     form = detect_format(text.head_lines(), options)
     if form is None:
-        text.fail("its first lines are not a table: all lines need several columns, at least one of them numeric")
+        text.fail("its first lines are not a table: all lines need the same number of columns, at least two")
     if form.problem:
         text.fail(form.problem)
     data = io.BytesIO()

@@ -274,7 +274,7 @@ def test_texts_without_header_or_with_row_names(tmp_path: Path) -> None:
         (IRIS, {"vector": "x", "columns": ("species",)}, "there is no numeric column for it"),
         (IRIS, {"vector": "species"}, "a column is called that: pass another name"),
         (IRIS, {"vector": "x", "vector_except": ("sorte",)}, "has no column 'sorte': it has sepal"),
-        (b"a b\nc d\n", {"format": "table"}, "its first lines are not a table"),
+        (b"a b\n\nc\n", {"format": "table"}, "its first lines are not a table"),
     ],
 )
 def test_texts_that_are_no_table(tmp_path: Path, text: bytes, options: dict[str, Any], message: str) -> None:

@@ -54,7 +54,7 @@ from h5chunk.sources.matrix.dialect import (
     time_type,
 )
 from h5chunk.sources.matrix.text import MAX_ID_BYTES, NOT_UTF8, TextSource, quote_line, read_columns
-from h5chunk.sources.recognise import has_suffix, text_lines
+from h5chunk.sources.recognise import AS_MANIFEST, has_suffix, names_image, text_lines
 from h5chunk.sources.text_table import is_table
 
 MAX_BROKEN_PART = 0.005  # ids are integers if at most this fraction of the sampled ids are not
@@ -110,6 +110,8 @@ class DelimitedSource(TextSource):
             self._text.fail("has no line of data")
         self._dialect = dialect_of(options, lines)
         table = [self._dialect.cells(line) for line in lines[:1000]]
+        if context.is_guessed and options.columns is None and any(map(names_image, table[-1])):
+            self._text.fail(f"contains names of images: {AS_MANIFEST}; or name the format of the table (--format csv)")
         requested = None if options.columns is None else tuple(map(str, options.columns))
         self.header = self._find_header(table, requested)
         self._width = len(self.header or table[0])
@@ -205,7 +207,8 @@ class DelimitedSource(TextSource):
             if not recurs and not any(map(is_number, first)):
                 quoted = names_text(map(repr, names))
                 self._text.fail(
-                    f"the first line, {quoted}, may be names of columns or data: say which (--header yes or no)",
+                    f"the first line, {quoted}, may be names of columns or data: say which (--header yes or no), or "
+                    "pass --format table if each line is a sample, and not an entry of a sparse matrix",
                     self.num_skipped + 1,
                 )
             return False
