@@ -50,6 +50,7 @@ LABEL_COLUMNS = ("labels", "label")
 RESERVED = ("images", "h5chunk")
 MAX_STRING_BYTES = 4096
 MORE = "\0"  # in a problem: where the number of other lines with it is inserted
+MAX_CLASSES, NUM_PROBES = 50, 1000
 PACKED_ROWS = 4096  # rows that are packed, and reported as progress, at a time
 MAX_NAMES = 12  # maximum number of columns that a remedy lists
 
@@ -344,6 +345,8 @@ class _Cells:
             listing.ignored.append("the first column of the table, which has no name")
         if self._respelled:
             listing.notes.append(self._respelled)
+        if label is None:
+            self._note_labels(listing)
         images = list(self.images.values())
         for column in images:
             listing.others[column.name] = Names(column.paths[row] for row in order.tolist())
@@ -352,6 +355,16 @@ class _Cells:
             listing.notes.append(f"columns with paths of images became image fields: {fields}")
         listing.select(*(np.array(numbers)[order] for numbers in (self._numbers, *(i.numbers for i in images))))
         return listing
+
+    def _note_labels(self, listing: Listing) -> None:
+        """Add a note on columns of text that may be the label."""
+        for name, values in listing.columns.items():
+            words = set(values[:NUM_PROBES].tolist()) if values.dtype.kind == "S" else ()
+            if name in self.columns and 1 < len(words) <= MAX_CLASSES and len(words) < len(values):
+                listing.notes.append(
+                    f"column {name!r} became text, which is not loaded on a GPU: if it is the label, call it "
+                    "'label' in the table, so that its values become classes"
+                )
 
 
 def _field_of(column: str) -> str:

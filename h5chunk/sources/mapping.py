@@ -30,7 +30,7 @@ from h5chunk.errors import SampleError, SourceError, names_text, printable
 from h5chunk.source import ENDS_IN_NULL, AnyImage, OpenContext, SampleField
 from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.recognise import is_path, refuse_names
-from h5chunk.sources.samples import DATA, IMAGES, LABELS, Samples, field_dtype, largest_first
+from h5chunk.sources.samples import DATA, IMAGES, LABELS, PADDING, Samples, field_dtype, largest_first
 
 IMAGE_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # the first bytes of JPEG and PNG files
 NO_SOURCES = {  # for objects whose indexing does not return samples: an attribute that only they have, and the remedy
@@ -205,7 +205,7 @@ def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
     except (SourceError, ValueError, TypeError, RuntimeError) as error:
         raise SampleError(
             f"{label} is of type {type(value).__name__}, which is not an image, number, array or string: "
-            f"{printable(str(error))}"
+            f"{printable(str(error))}" + (f"; {PADDING}" if isinstance(value, (list, tuple, Mapping)) else "")
         ) from None
     if field is None or array.dtype == field.dtype:
         return array

@@ -20,6 +20,10 @@ from h5chunk.sources.masks import MASK_FIELDS, find_masks, look_at, may_have_mas
 from h5chunk.sources.options import Options
 
 IMAGES, LABELS, DATA, SPLIT = "images", "labels", "data", "split"  # names of fields
+PADDING = (
+    "pad arrays whose lengths differ, such as the boxes in an image, to one length, for example with zeros, and store "
+    "their number as a further field"
+)
 PROBES = 24  # number of images from which the average size in bytes is estimated
 MASK_PROBES = 4  # number of samples that show which images are masks
 
@@ -213,7 +217,7 @@ class Samples(SampleSource):
                 number, shape = first.setdefault(name, (index, field.shape))
                 if field.shape == shape:
                     continue
-                remedy = "make all arrays equal in shape"
+                remedy = f"make all arrays equal in shape: {PADDING}"
                 if field.axes:
                     remedy = "pass a size and how to fit it (--size H,W --fit stretch|crop|pad)"
                     if len(fields) == 1:

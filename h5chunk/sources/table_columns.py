@@ -77,7 +77,7 @@ class Vectors(_SpooledValues):
             self.length, self.dtype = min(lengths), dtype
         if lengths != {self.length}:
             other = max(lengths - {self.length})
-            raise ValueError(f"contains lists of different lengths ({self.length} and {other})")
+            raise ValueError(f"contains lists of different lengths ({self.length} and {other}), which must be padded")
         if not self.length:
             raise ValueError("contains empty lists")
         if dtype != self.dtype:

@@ -310,3 +310,11 @@ def test_missing_files_and_empty_cells_are_counted_or_skipped(tmp_path: Path) ->
         h5chunk.convert(tmp_path / "p", tmp_path / "y.h5")
     h5chunk.convert(tmp_path / "p", tmp_path / "y.h5", on_error="skip")
     assert sorted(h5chunk.ChunkDataset(tmp_path / "y.h5").values("n").tolist()) == [1, 2, 3, 4, 5]
+
+
+def test_a_column_of_text_that_may_be_the_label_is_told(read: Read) -> None:
+    text = "path,breed,name,n\n1.png,pug,a,1\n2.png,pug,b,2\n3.png,dingo,c,3\n"
+    [note] = read(text).notes
+    assert note.startswith("column 'breed' became text") and "call it 'label' in the table" in note
+    listing = read(text.replace("breed", "label"))
+    assert listing.class_names == ["dingo", "pug"] and not listing.notes

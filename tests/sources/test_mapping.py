@@ -173,3 +173,12 @@ def test_a_dict_of_data_sets(tmp_path):
         SourceError, match=r"a dict of the data sets 'train', 'test' is not a source: convert .* data\['train'\]"
     ):
         h5chunk.convert({"train": Part([1]), "test": Part([2])}, tmp_path / "x.h5")
+
+
+@pytest.mark.parametrize("boxes", [[[{"box": [1]}]], [np.zeros((0, 4))], [np.ones((1, 4)), np.ones((2, 4))], [[], [1]]])
+def test_boxes_of_varying_number_must_be_padded(tmp_path: Path, boxes: list[Any]) -> None:
+    image = Image.new("RGB", (4, 3))
+    with pytest.raises(SourceError, match="pad arrays whose lengths differ, such as the boxes"):
+        h5chunk.convert([{"image": image, "boxes": value} for value in boxes], tmp_path / "x.h5", workers=0)
+    padded = [{"image": image, "boxes": np.zeros((3, 4), "f4"), "count": count} for count in (0, 2)]
+    h5chunk.convert(padded, tmp_path / "x.h5", workers=0)

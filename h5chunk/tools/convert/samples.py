@@ -25,6 +25,7 @@ from h5chunk.machine import available_cores
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.plan.permutation import permutation
 from h5chunk.source import OpenContext, SampleField, SampleSource
+from h5chunk.sources.samples import PADDING
 from h5chunk.store.format.header import checksums_of
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES
 from h5chunk.store.read.files import shard_name
@@ -91,7 +92,7 @@ def check_fields(source: SampleSource) -> None:
         if field.dtype.kind not in DTYPE_KINDS or not field.sample_bytes:
             raise SourceError(
                 f"field {name!r} has type {field.dtype} and shape {field.shape}: use integers, floats or strings of a "
-                "fixed length, with at least one element"
+                f"fixed length, with at least one element; {PADDING}"
             )
     for name, values in source.columns.items():
         if name in source.fields or values.shape != (len(source),):
