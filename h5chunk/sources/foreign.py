@@ -71,6 +71,13 @@ FORMATS = (
         "h5chunk.convert(datasets.load_from_disk(folder), path)",
     ),
     Format(
+        r"\.(jsonl?|ndjson)(\.(gz|bz2))?",
+        "JSON",
+        'if each line is an object, convert the .parquet that this command writes: python -c "from pyarrow import '
+        "json, parquet; parquet.write_table(json.read_json('FILE'), 'NEW.parquet')\"; if it lists images, pass it as "
+        "the manifest of their folder (--manifest)",
+    ),
+    Format(
         r"\.(dcm|dicom)",
         "DICOM",
         "h5chunk.convert([pydicom.dcmread(file).pixel_array for file in files], path), which keeps all bits",

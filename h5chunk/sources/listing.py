@@ -29,6 +29,7 @@ from h5chunk.sources import foreign
 from h5chunk.sources.container import Container, Folder, open_archive
 from h5chunk.sources.pairs import (
     IMAGE_FOLDERS,
+    MASK_FOLDERS,
     MASKS,
     Directory,
     at_level,
@@ -45,6 +46,7 @@ from h5chunk.urls import hint_for_url
 MAX_PAIRED = 8  # largest number of folders that are compared by the names of their files
 MAX_STEMS = 1000  # number of names that are compared
 MIN_PAIRS = 3  # smallest number of names that folders must share
+MANIFESTS = (b".csv", b".tsv", b".jsonl")  # suffixes of tables that may list images
 TABLES = (b"metadata.csv", b"metadata.jsonl")  # metadata of Hugging Face's imagefolder
 
 ReportFound = Callable[[int], None]  # called with the number of images found so far
@@ -268,6 +270,8 @@ def _add_notes(tree: Tree, beside: Sequence[tuple[bytes, bytes]]) -> None:
     """Add notes on files that are left out, but are images of other formats, or belong to the images beside them."""
     if images := [name for name in tree.others if name.lower().endswith(foreign.OTHER_IMAGES)]:
         tree.notes.append(f"images such as {as_text(images[0])} are left out: in Python, {foreign.AS_PICTURES}")
+    if tables := [name for name in tree.others if name.lower().endswith(MANIFESTS)]:
+        tree.notes.append(f"if {as_text(tables[0])} lists the images with their labels, pass it as --manifest")
     folders = {folder for folder, _ in beside}
     stems = {(folder, os.path.splitext(file)[0]) for folder in folders for file in tree.directories[folder].files}
     paired = [file for folder, file in beside if (folder, os.path.splitext(file)[0]) in stems]
@@ -303,6 +307,14 @@ def sort_and_label(tree: Tree, split_folders: str, min_classes: float = 1) -> tu
     classes = sorted(at_level(level, with_images))
     classes = classes if len(classes) >= min_classes else []
     if classes and (empty := sorted(at_level(level, directories) - set(classes))):
+        if labels := [name for name in empty if name.lower() in MASK_FOLDERS]:
+            images = as_text(next((name for name in classes if name.lower() in IMAGE_FOLDERS), classes[0]))
+            raise SourceError(
+                f"{source}: {as_text(labels[0])!r} has no images, and other labels, such as boxes of YOLO and COCO, "
+                f"are not read: convert the images alone (h5chunk convert {source}/{images} OUTPUT.h5), or a data set "
+                "in Python that returns each image with its boxes, padded to a fixed number: h5chunk.convert(dataset, "
+                "path)"
+            )
         raise SourceError(
             f"{source}: {len(empty)} of {len(empty) + len(classes)} class folders have no images, such as "
             f"{as_text(empty[0])!r}: remove them, or add images; if they belong to the images in other folders, pass a "

@@ -136,7 +136,9 @@ def test_files_beside_images_are_told_with_ways(tmp_path: Path) -> None:
     (tmp_path / "a" / "metadata.jsonl").write_text(line.format(1) + line.format(2))
     assert list_images(tmp_path).columns["text"].tolist() == [b"a dog"] * 2
     make(tmp_path / "b", "1.jpg", "readme.txt", "list.csv")
-    assert list_images(tmp_path / "b").notes == []
+    assert list_images(tmp_path / "b").notes == [
+        "if list.csv lists the images with their labels, pass it as --manifest"
+    ]
 
 
 def test_jpegs_and_others_by_less_usual_suffixes(tmp_path: Path) -> None:
@@ -313,3 +315,11 @@ def test_a_data_set_that_hugging_face_saved_is_no_folder_of_images(tmp_path: Pat
     make(tmp_path, "data-00000-of-00001.arrow", "dataset_info.json", "state.json")
     with pytest.raises(SourceError, match=r"contains no images: .* \(2 \.json, 1 \.arrow\).*datasets\.load_from_disk"):
         list_images(tmp_path)
+
+
+@pytest.mark.parametrize("labels", ["labels/1.txt", "annotations/instances.json"])
+def test_labels_of_detection_say_how_to_convert_the_images(tmp_path: Path, labels: str) -> None:
+    make(tmp_path / "yolo", "images/1.jpg", labels)
+    with pytest.raises(SourceError, match=r"are not read: convert the images alone \(h5chunk convert .*/images OUTPUT"):
+        list_images(tmp_path / "yolo")
+    assert len(list_images(tmp_path / "yolo" / "images").names) == 1

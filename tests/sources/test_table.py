@@ -6,6 +6,9 @@ import errno
 import gzip
 import io
 import json
+import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -529,3 +532,30 @@ class FullFile(io.BytesIO):
 
     def write(self, _: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_table_of_text_alone(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("text,mood\nnice,good\nbad,bad\nugly,bad\n")
+    with pytest.raises(SourceError, match=r"may be names of columns or data: .* pass --format table"):
+        h5chunk.convert(path, tmp_path / "x.h5")
+    assert stored(tmp_path, path, "text") == [[b"nice", b"bad", b"ugly"]]
+    report = str(h5chunk.convert(path, tmp_path / "x.h5", format="table"))
+    assert "the first line became names of columns: text, mood (if it is a sample, pass --header no" in report
+    path.write_text("path,label\n1.png,cat\n2.png,dog\n")
+    with pytest.raises(SourceError, match=r"names of images: .* h5chunk convert FOLDER OUTPUT\.h5 --manifest TABLE"):
+        h5chunk.convert(path, tmp_path / "y.h5")
+    assert "--manifest" in str(h5chunk.convert(path, tmp_path / "y.h5", format="table"))
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.json.gz"])
+def test_json_lines_name_the_command_that_makes_a_table(tmp_path: Path, name: str) -> None:
+    lines = b'{"user": 1, "item": 2, "rating": 4.5}\n'
+    (tmp_path / name).write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
+    with pytest.raises(SourceError, match=r"is JSON, .* convert the \.parquet that this command writes") as caught:
+        h5chunk.convert(tmp_path / name, tmp_path / "x.h5", columns=("user", "item", "rating"))
+    [code] = re.findall(r'python -c "(.*?)"', str(caught.value))
+    code = code.replace("FILE", str(tmp_path / name)).replace("NEW.parquet", str(tmp_path / "new.parquet"))
+    subprocess.run([sys.executable, "-c", code], check=True)
+    h5chunk.convert(tmp_path / "new.parquet", tmp_path / "x.h5")
+    assert h5chunk.ChunkDataset(tmp_path / "x.h5").row_ids.tolist() == [1]
