@@ -102,7 +102,7 @@ class Batch(list[Any]):
                 f"the images of a batch differ in size ({one}, {other}): pass ChunkDataset a transform that makes them "
                 "equal in size, such as transform=[RandomResizedCrop(224)] or [Resize(256), CenterCrop(224)]"
             )
-        return Batch([torch.stack(field) if is_image else field for field, is_image in pairs], len(self))
+        return Batch(tuple(torch.stack(field) if is_image else field for field, is_image in pairs), len(self))
 
 
 def _of_list(name: str, *, changes: bool) -> Callable[..., Any]:

@@ -315,7 +315,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         reader = self._reader if name in self._reader.fields else reopen_with_fields(self._reader, {name: name})
         field = reader.fields[name]
         if isinstance(field, RaggedField) or field.sample_shape:
-            shape = f"of shape {field.sample_shape}" if field.sample_shape else "that differ in size"
+            is_fixed = field.sample_shape and min(field.sample_shape) >= 0
+            shape = f"of shape {field.sample_shape}" if is_fixed else "that differ in size"
             raise FieldError(f"field {name!r} has samples {shape}: name a field with one value per sample")
         found = np.empty(len(self), field.dtype)
         reader.read(name, self.samples, found)

@@ -374,3 +374,9 @@ def test_images_have_no_values(form, request):
     ):
         with pytest.raises(FieldError, match="field 'images' has samples that differ in size: name a field with one"):
             use()
+
+
+def test_several_samples_are_a_tuple(kept):
+    dataset = h5chunk.ChunkDataset(kept, transform=lambda image: image[:, :20, :20])
+    assert type(dataset[3]) is type(dataset[[3, 4]]) is tuple
+    assert dataset[[3, 4]][0].shape == (2, 3, 20, 20)
