@@ -643,3 +643,27 @@ def test_a_node_fetches_only_its_own_chunks(photos, tmp_path, monkeypatch):
             ranges = [each.removeprefix("bytes=").split("-") for _, each in server.requests if each]
             fetched[locality] = sum(int(last) + 1 - int(first) for first, last in ranges) / photos.stat().st_size
     assert fetched["node"] < 1.6 < 1.8 < fetched[None]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("stops", [False, True])
+def test_device_buffers_are_given_back_once_all_is_cached(photos, tmp_path, stops):
+    """Also while windows are copied to them, after which other tensors get their memory."""
+    images = h5chunk.ChunkDataset(photos)[range(600)][0]
+    with served(photos) as server:
+        data = h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_dir=tmp_path)
+        if stops:
+            data[range(600)]
+        sampler = h5chunk.ChunkSampler(data, 16, window_chunks=2, interleave=1)
+        with h5chunk.ChunkLoader(data, sampler=sampler, device="cuda") as loader:
+            for _ in range(6):
+                others = []
+                for number, (some, labels) in enumerate(loader):
+                    others.append(torch.full((1 << 16,), 7, dtype=torch.uint8, device="cuda"))
+                    assert torch.equal(some.cpu(), images[labels.cpu()])
+                    if stops and number == 2:
+                        break
+                others += [torch.full((1 << 16,), 7, dtype=torch.uint8, device="cuda") for _ in range(100)]
+                torch.cuda.synchronize()
+                assert all(bool((other == 7).all()) for other in others)
