@@ -1,4 +1,4 @@
-"""Build the optional native core; everything else is in setup.cfg."""
+"""Build the optional native libraries; everything else is in setup.cfg."""
 
 from setuptools import Extension, setup
 
@@ -11,4 +11,10 @@ core = Extension(
     extra_link_args=["-pthread", "-ldl"],
     optional=True,
 )
-setup(ext_modules=[core])
+filters = Extension(
+    "h5chunk.native._filters",
+    ["h5chunk/native/filters.c"],
+    extra_compile_args=["-O3", "-fvisibility=hidden"],
+    optional=True,
+)
+setup(ext_modules=[core, filters])

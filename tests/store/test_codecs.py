@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from support.damaged_chunks import libraries_found_again, no_imagecodecs
 from support.foreign import values
 
+import h5chunk
+from h5chunk.native import filters
 from h5chunk.store.hdf5 import codecs
 from h5chunk.store.hdf5.codecs import ChunkDecoder, DecodeError, NoDecoder
 
@@ -404,12 +406,44 @@ def test_sizes_that_are_left_to_hdf5(chunk_bytes, item_bytes):
         ChunkDecoder(h5py.h5p.create(h5py.h5p.DATASET_CREATE), chunk_bytes, item_bytes)
 
 
-@pytest.mark.parametrize(
-    "name", ["gzip", "shuffle", "fletcher32", "lzf", "zstd", "lz4", "blosc, lz4, 1", "bitshuffle", "bitshuffle, zstd"]
-)
+@pytest.mark.parametrize("name", ["zstd", "lz4", "blosc, lz4, 1", "bitshuffle", "bitshuffle, zstd"])
 def test_without_imagecodecs_it_says_what_to_install(no_imagecodecs, name):
     with pytest.raises(NoDecoder, match=r'needs imagecodecs with \w+: pip install "h5chunk\[codecs\]"'):
         Chunks(smooth(10), (10,), [name])
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("dtype", ["u1", "u2", "f4", "f8", "S3"])
+@pytest.mark.parametrize(
+    "pipeline", [["gzip"], ["shuffle", "gzip", "fletcher32"], ["fletcher32"], ["shuffle", "lzf"], ["lzf", "fletcher32"]]
+)
+def test_filters_of_hdf5_and_h5py_need_no_imagecodecs(no_imagecodecs, monkeypatch, pipeline, dtype, is_native):
+    if not is_native:
+        monkeypatch.setenv("H5CHUNK_NATIVE", "0")
+    elif not filters.available():
+        pytest.skip("the library was not built")
+    for count in 1, 2, 719, 5001:
+        some = smooth(8 * count).view("u1")[: count * np.dtype(dtype).itemsize].view(dtype)
+        for array in some, np.zeros(count, dtype):
+            if not is_native and "lzf" in pipeline:
+                with pytest.raises(NoDecoder, match="needs imagecodecs with lzf_decode"):
+                    one_chunk(pipeline, array)
+                continue
+            made, mask, stored = one_chunk(pipeline, array)
+            assert made.decode(mask, stored) == array.tobytes()
+            for wrong in (stored[:-5], stored + b"x") if pipeline[0] != "lzf" else ():
+                with pytest.raises(DecodeError):
+                    made.decode(mask, wrong)
+
+
+@pytest.mark.parametrize("compression", ["gzip", "lzf"])
+def test_a_loader_reads_gzip_and_lzf_without_imagecodecs_and_a_warning(no_imagecodecs, tmp_path, compression):
+    data = smooth(400 * 16, "i4").reshape(400, 16)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        options = {"chunks": (7, 16), "compression": compression, "shuffle": True, "fletcher32": True}
+        file.create_dataset("images", data=data, **options)
+    with h5chunk.ChunkLoader(tmp_path / "a.h5", 64, shuffle=False) as loader:
+        np.testing.assert_array_equal(np.concatenate([np.asarray(batch[0]).copy() for batch in loader]), data)
 
 
 def test_a_decoder_that_travels_to_where_imagecodecs_is_not(request):

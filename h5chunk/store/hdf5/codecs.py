@@ -4,8 +4,9 @@ HDF5 decodes under its global lock and does not check the length of a decoded ch
 exactly the expected number of bytes. No stored bytes can make a filter write beyond the chunk or allocate too much
 memory.
 
-imagecodecs decodes gzip, shuffle, Fletcher-32, LZF, LZ4, Zstandard, Blosc and Bitshuffle. Without it, HDF5 decodes
-compressed chunks. Filters make few calls into C, because each call releases the GIL and may then have to wait for it.
+gzip is decoded by zlib or, in half the time, by imagecodecs; shuffle, Fletcher-32 and LZF by h5chunk's own library.
+imagecodecs decodes LZ4, Zstandard, Blosc and Bitshuffle; without it, HDF5 does. Filters make few calls into C, because
+each call releases the GIL and may then have to wait for it.
 
 Source: HDF5 File Format Specification, IV.A.2.l (filter pipeline); H5Zdeflate.c, H5Zshuffle.c, H5Zfletcher32.c and
 H5checksum.c of HDF5; the registered filters' own formats: HDF5_LZ4.pdf, README_CHUNK_FORMAT.rst of c-blosc, RFC 8878.
@@ -24,6 +25,7 @@ import h5py
 import numpy as np
 
 from h5chunk import native
+from h5chunk.native import filters
 from h5chunk.store.hdf5.chunk_table import partial_chunks_are_plain
 
 MAX_CHUNK_BYTES = 1 << 30  # the libraries use 32-bit lengths
@@ -123,7 +125,7 @@ def _check_filter(code: int, values: tuple[int, ...], name: bytes) -> None:
     label = KNOWN_FILTERS.get(code) or ascii(name.decode(errors="replace")[:40])
     if code not in _CODECS:
         raise NoDecoder(f"filter {label} ({code}) is decoded only by HDF5")
-    functions = _CODECS[code].functions
+    functions = () if code == LZF and filters.available() else _CODECS[code].functions
     if code == BITSHUFFLE:
         if (
             len(values) < 3
@@ -209,10 +211,36 @@ def _check_room(length: int, out: np.ndarray) -> None:
 
 
 def _ungzip(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    decoded = _call("deflate_decode", data, out)
+    if _library("deflate_decode") is None or _library("deflate_adler32") is None:
+        return _unzlib(data, out)
+    decoded = _call("deflate_decode", data, out)  # libdeflate, which takes half of zlib's time
     if int.from_bytes(data[-4:], "big") != _function("deflate_adler32")(decoded):  # libdeflate ignores later bytes
         raise DecodeError("bytes follow the end of its stream")
     return decoded
+
+
+def _unzlib(data: np.ndarray, out: np.ndarray) -> np.ndarray:
+    stream = zlib.decompressobj()
+    try:
+        decoded = stream.decompress(data.data, len(out))
+        rest = b"" if stream.eof else stream.decompress(stream.unconsumed_tail, 1)
+    except zlib.error as error:
+        raise DecodeError(f"does not decode into {len(out)} bytes, {error}") from None
+    if rest or not stream.eof:
+        raise DecodeError(f"does not decode into {len(out)} bytes, its stream is {'longer' if rest else 'cut short'}")
+    if stream.unused_data:
+        raise DecodeError("bytes follow the end of its stream")
+    out[: len(decoded)] = np.frombuffer(decoded, np.uint8)
+    return out[: len(decoded)]
+
+
+def _unlzf(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+    if not filters.available():
+        return _call("lzf_decode", data, out)
+    length = filters.unlzf(data, out)
+    if length < 0:
+        raise DecodeError(f"does not decode into {len(out)} bytes")
+    return out[:length]
 
 
 def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
@@ -225,8 +253,8 @@ def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np
         return data
     whole, out = item * count, out[: len(data)]
     source, target = data[:whole], out[:whole]
-    if item in (2, 4, 8):
-        _function("byteshuffle_decode")(source.view(f"u{item}"), out=target.view(f"u{item}"))
+    if filters.available():
+        filters.unshuffle(source, item, target)
     else:
         target.reshape(count, item)[...] = source.reshape(item, count).T
     out[whole:] = data[whole:]
@@ -238,10 +266,28 @@ def _check_fletcher32(data: np.ndarray, values: tuple[int, ...], out: np.ndarray
     if len(data) < 4:
         raise DecodeError(f"{len(data)} bytes are too few for a checksum")
     found, body = int.from_bytes(data[-4:], "little"), data[:-4]
-    computed = _function("h5checksum_fletcher32")(body) if len(body) else 0
+    computed = _fletcher32(body)
     if found not in (computed, (computed & 0x00FF00FF) << 8 | computed >> 8 & 0x00FF00FF):
         raise DecodeError(f"the checksum of {len(body)} bytes is {computed:08x}, but {found:08x} is stored")
     return body
+
+
+def _fletcher32(data: np.ndarray) -> int:
+    """Return the checksum of HDF5's filter Fletcher-32.
+
+    >>> hex(_fletcher32(np.frombuffer(b"abcde", np.uint8)))
+    '0x4ff029c7'
+    """
+    if not len(data):
+        return 0
+    if filters.available():
+        return filters.fletcher32(data)
+    padded = np.append(data, np.zeros(len(data) % 2, np.uint8))
+    words = padded.view(">u2").astype(np.uint64)
+    weights = np.arange(len(words), 0, -1, dtype=np.uint64) % 0xFFFF
+    sums = [int(words.sum()), int((words * weights % 0xFFFF).sum())]
+    first, second = (sum_ % 0xFFFF or 0xFFFF * bool(words.any()) for sum_ in sums)  # HDF5's sums are 0 only for zeros
+    return second << 16 | first
 
 
 def _unzstd(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
@@ -353,10 +399,10 @@ class _Codec(NamedTuple):
 
 
 _CODECS = {
-    GZIP: _Codec(("deflate_decode", "deflate_adler32"), _ungzip),
-    SHUFFLE: _Codec(("byteshuffle_decode",), _unshuffle),
-    FLETCHER32: _Codec(("h5checksum_fletcher32",), _check_fletcher32),
-    LZF: _Codec(("lzf_decode",), lambda data, values, out: _call("lzf_decode", data, out)),
+    GZIP: _Codec((), _ungzip),
+    SHUFFLE: _Codec((), _unshuffle),
+    FLETCHER32: _Codec((), _check_fletcher32),
+    LZF: _Codec(("lzf_decode",), _unlzf),
     BLOSC: _Codec(("blosc_decode",), _unblosc),
     LZ4: _Codec(("lz4h5_decode",), _unlz4),
     BITSHUFFLE: _Codec(("bitshuffle_decode",), _unbitshuffle),
