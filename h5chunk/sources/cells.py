@@ -43,6 +43,17 @@ def check_floats(name: str, values: np.ndarray, cells: Sequence[bytes] | np.ndar
             )
 
 
+def note_zeros(name: str, words: np.ndarray) -> list[str]:
+    """Return a note, in a list, if cells of integers, (n,) bytes, have leading zeros, which numbers lose."""
+    padded = words[np.char.startswith(words, b"0") & (np.char.str_len(words) > 1)]
+    if not len(padded):
+        return []
+    return [
+        f"column {name!r} became numbers, without leading zeros such as those of {printable(padded[0])} "
+        f"(--text-columns {printable(name)} keeps them)"
+    ]
+
+
 def typed(name: str, words: np.ndarray) -> np.ndarray:
     """Convert the cells of the column ``name``, (n,) bytes, to numbers if all of them are numbers.
 

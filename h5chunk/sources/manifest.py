@@ -34,7 +34,7 @@ import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, as_text, count_text, names_text, printable
 from h5chunk.source import ENDS_IN_NULL, Names
-from h5chunk.sources.cells import LostDigitsError, typed
+from h5chunk.sources.cells import LostDigitsError, note_zeros, typed
 from h5chunk.sources.container import Folder
 from h5chunk.sources.kinds import ImageSourceOptions
 from h5chunk.sources.listing import EXTENSIONS, Listing, ReportFound, Tree, check_source, sort_and_label
@@ -328,6 +328,8 @@ class _Cells:
                 values = words[filled] if name in self._texts else typed(name, words[filled])
             except LostDigitsError as error:
                 raise SourceError(f"{self._table.label}: column {name!r} {error}") from None
+            if values.dtype.kind in "iu":
+                listing.notes += note_zeros(name, words)
             if name == label:
                 name = "labels"
                 if values.dtype.kind == "S" or values.dtype == np.uint64:

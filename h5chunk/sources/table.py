@@ -49,7 +49,7 @@ from h5chunk.errors import (
 )
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import compute, has_type, parquet, pyarrow
-from h5chunk.sources.cells import may_be_lost
+from h5chunk.sources.cells import may_be_lost, note_zeros
 from h5chunk.sources.kinds import ImageOptions, TableOptions, TextOptions
 from h5chunk.sources.matrix.dialect import is_number
 from h5chunk.sources.options import flag_of
@@ -193,9 +193,13 @@ class TableSource(Samples):
                 f"; the first line became names of columns: {names_text(form.names)} (if it is a sample, pass "
                 "--header no; if it is neither, --header skip)"
             )
-        self.notes = [f"each line became a sample{names} (--format csv reads entries of a sparse matrix)"]
+        notes = [f"each line became a sample{names} (--format csv reads entries of a sparse matrix)"]
         columns = self._choose(path, table.schema)
-        self.notes += [NAMED_IMAGES.format(name) for name, value in _first_row(table) if names_image(value)]
+        for name, cells in zip(form.names, form.head, strict=True):
+            if name in columns and has_type(table.schema.field(name).type, "integer"):
+                notes += note_zeros(name, np.array([cell.encode() for cell in cells]))
+        notes += [NAMED_IMAGES.format(name) for name, value in _first_row(table) if names_image(value)]
+        self.notes = list(dict.fromkeys([*self.notes, *notes]))
         self._count_missing = lambda name: int(table.column(name).null_count)
         self._add_batches(path, columns, table.select(columns).to_batches(BATCH_ROWS), context)
 

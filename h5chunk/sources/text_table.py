@@ -55,6 +55,7 @@ class TextTable(NamedTuple):
     has_header: bool
     decimal: str
     has_numbers: bool  # in any column
+    head: list[list[str]]  # the cells of the first lines, by column
     problem: str = ""  # the reason why the table cannot be read with the options, if any
 
 
@@ -91,7 +92,7 @@ def detect_format(lines: list[bytes], options: TextOptions = DETECTED) -> TextTa
     names = [f"column_{number}" for number in range(width)]
     if has_header and not problem:
         names = [cell.strip("'").replace("/", "_") or "index" for cell in first]
-    return TextTable(dialect, names, num_skipped + has_header, has_header, decimal, any(numbers), problem)
+    return TextTable(dialect, names, num_skipped + has_header, has_header, decimal, any(numbers), columns, problem)
 
 
 def _counts_up(row: list[str]) -> bool:

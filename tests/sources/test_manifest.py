@@ -101,6 +101,14 @@ def test_digits_are_kept_or_the_column_must_be_read_as_text(read: Read) -> None:
     assert column(read, "1e300", "9007199254740992").tolist() == [1e300, 2.0**53]
 
 
+def test_leading_zeros_that_numbers_lose_are_told(read: Read) -> None:
+    text = "path,zip,n\n1.png,02134,0\n2.png,10001,10\n"
+    [note] = read(text).notes
+    assert "'zip' became numbers, without leading zeros such as those of 02134 (--text-columns zip" in note
+    listing = read(text, text_columns=("zip",))
+    assert listing.columns["zip"].tolist() == [b"02134", b"10001"] and not listing.notes
+
+
 def test_encodings(read: Read) -> None:
     for column, kept in (("word", "cafe\u0301\xe9"), ("label", "\xe9")):
         text = f"path,{column}\n1.png,{kept}\n"

@@ -477,6 +477,14 @@ def test_digits_of_text_are_kept_or_the_column_must_be_read_as_text(tmp_path: Pa
         stored(tmp_path, path, text_columns=("ids",))
 
 
+def test_leading_zeros_that_numbers_lose_are_told(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("zip,y\n02134,0\n10001,0.5\n")
+    report = str(h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5", format="table"))
+    assert "'zip' became numbers, without leading zeros such as those of 02134 (--text-columns zip" in report
+    assert "'y' became" not in report
+    assert stored(tmp_path, tmp_path / "t.csv", "zip", text_columns=("zip",)) == [[b"02134", b"10001"]]
+
+
 def test_digits_in_several_texts(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.csv").write_text("id,x,y\n1,0.5,1\n2,1.5,2\n")
