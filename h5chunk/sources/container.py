@@ -225,7 +225,10 @@ def open_archive(path: Path) -> tuple[Archive, list[tuple[bytes, int]]]:
     except OSError as error:
         raise SourceError(f"{label}: cannot be read: {error.strerror or error}") from None
     except DAMAGES as error:
-        raise SourceError(f"{label}: cannot be read as an archive: {error}") from None
+        raise SourceError(
+            f"{label}: cannot be read as an archive ({error}): it is probably incomplete or damaged, so copy or "
+            "download it again"
+        ) from None
     if start.startswith(ZIP_MAGICS):
         raise SourceError(
             f"{label}: begins like a .zip, but its directory at the end is damaged or missing: the file is probably "

@@ -112,9 +112,20 @@ FORMATS = (
     ),
     Format(
         r"\.(mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|xlsx?|safetensors|feather|msgpack|bin|dat)",
-        "data that is not read directly",
+        "a file of another format",
         "h5chunk.convert(dataset, path), if dataset[i] returns its arrays",
     ),
+)
+
+
+MAGICS = (  # (position, bytes, a name of such a file)
+    (128, b"DICM", "1.dcm"),
+    (344, b"n+1\0", "1.nii"),
+    (0, b"\0\0\x08\x01", "x-idx1-ubyte"),
+    (0, b"\0\0\x08\x03", "x-idx3-ubyte"),
+    (4, b"ftypavif", "1.avif"),
+    (4, b"ftypheic", "1.heic"),
+    (0, b"\0\0\0\x0cjP  ", "1.jp2"),
 )
 
 
@@ -133,15 +144,16 @@ def way_for(names: Iterable[bytes | str]) -> str:
     return ANY_WAY if found is None else f"for {found.what}, {_in_python(found)}"
 
 
-def describe(source: Any) -> str:
-    """Say what a file is, and how it is converted in Python. Returns "" if its name does not tell."""
+def describe(source: Any, head: bytes) -> str:
+    """Say what a file is, and how it is converted in Python. Returns "" if its name and first bytes do not tell."""
     name = os.path.basename(os.fspath(source))
     if os.fsencode(name).lower().endswith(EXTENSIONS):
         return (
             "is a single image: pass the folder that contains it; in Python, a list of images is a data set: "
             "h5chunk.convert([PIL.Image.open(file)], path)"
         )
-    found = format_of(name)
+    known = next((format_of(like) for at, magic, like in MAGICS if head[at:].startswith(magic)), None)
+    found = format_of(name) or known
     return "" if found is None else f"is {found.what}, which is not read directly: {_in_python(found)}"
 
 

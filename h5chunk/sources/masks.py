@@ -72,7 +72,7 @@ def find_masks(samples: Sequence[Mapping[str, Seen]], is_resized: bool) -> tuple
         if name in MASK_FIELDS:
             masks.append(name)
             continue
-        is_few = all(image.has_few_values for image in images)
+        may_have_classes = is_few = all(image.has_few_values for image in images)
         is_few &= main is None or not all(image.has_few_values for image in seen[main])
         is_equal = all(image.has_equal_channels for image in images)
         is_mask = is_few and (name not in in_color or (is_equal and main is None))
@@ -81,10 +81,10 @@ def find_masks(samples: Sequence[Mapping[str, Seen]], is_resized: bool) -> tuple
             is_mask |= name not in unnamed and is_equal
         if name == main or (main is None and not is_mask):
             continue
-        if main is not None and not is_mask and is_resized and (is_few or name not in unnamed):
+        if main is not None and not is_mask and is_resized and (may_have_classes or name not in unnamed):
             raise SourceError(
-                f"{printable(name)!r} may be a mask in colours, which resizing would mix: replace each colour by the "
-                f"number of its class, and name the field (--mask-column {printable(name)}), or, if it is a picture, "
+                f"{printable(name)!r} may be a mask, whose classes resizing would mix: name the field (--mask-column "
+                f"{printable(name)}), after replacing each colour by the number of its class, or, if it is a picture, "
                 + AS_PICTURES
             )
         if is_mask and main is not None and (differing := _difference(samples, name, main)):

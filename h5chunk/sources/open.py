@@ -46,7 +46,7 @@ def find_kind(source: Any, kind: str | None = None) -> Any:
         raise SourceError(
             f"an object of type {type(source).__name__} cannot be converted: pass a path, arrays or a data set{listed}"
         )
-    if what := foreign.describe(source) or describe_lookalike(source):
+    if what := foreign.describe(source, head) or describe_lookalike(source):
         raise SourceError(f"{describe(source)}: {what}")
     raise SourceError(message=f"{describe(source)}: {_unrecognised()}")
 

@@ -216,7 +216,7 @@ def test_zip_cut_short_or_with_a_broken_name(tmp_path: Path) -> None:
     data[central + 9] |= 8  # flag bit 11: the name is UTF-8
     data[central + 46] = 0xFF
     path.write_bytes(data)
-    with pytest.raises(SourceError, match=r"x\.zip: cannot be read as an archive: 'utf-8'"):
+    with pytest.raises(SourceError, match=r"x\.zip: cannot be read as an archive \('utf-8'"):
         list_images(path)
 
 
@@ -294,7 +294,7 @@ def test_damaged_tar_is_refused_and_no_sample_lost(tmp_path: Path, damage: str) 
     if damage == "header":
         data[third + 3] ^= 0xFF
     path.write_bytes(data[: {"cut": third + 700, "cut at header": third + 100, "no end": third}.get(damage)])
-    with pytest.raises(SourceError, match=r"x\.tar: cannot be read as an archive: "):
+    with pytest.raises(SourceError, match=r"x\.tar: cannot be read as an archive .*: it is probably incomplete"):
         list_images(path)
 
 

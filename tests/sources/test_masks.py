@@ -273,8 +273,9 @@ def test_what_may_be_a_mask_is_asked_for(tmp_path: Path) -> None:
     options: dict[str, Any] = {"size": (6, 6), "fit": "crop", "workers": 0}
     for fields, reason in (
         ({"field0": PHOTO, "field1": small}, "'field1' looks like a mask, but is 6 x 9 where 'field0' is 12 x 18"),
-        ({"field0": PHOTO, "field1": colours}, "'field1' may be a mask in colours, which resizing would mix"),
-        ({"image": PHOTO, "label": PHOTO}, "'label' may be a mask in colours, which resizing would mix"),
+        ({"field0": PHOTO, "field1": colours}, "'field1' may be a mask, whose classes resizing would mix"),
+        ({"field0": MASK, "field1": MASK}, "'field1' may be a mask, whose classes resizing would mix"),
+        ({"image": PHOTO, "label": PHOTO}, "'label' may be a mask, whose classes resizing would mix"),
     ):
         with pytest.raises(SourceError, match=rf"{reason}: .*--mask-column none \(in Python, mask_column=\(\)\)"):
             h5chunk.convert(samples_of(fields), tmp_path / "z.h5", **options)

@@ -94,6 +94,12 @@ def test_what_cannot_be_read_is_told_the_way_in_python(tmp_path, name, way):
     assert way in str(caught.value)
 
 
+def test_files_without_a_suffix_are_known_by_their_bytes(tmp_path):
+    (tmp_path / "IM0001").write_bytes(bytes(128) + b"DICM" + bytes(50))
+    with pytest.raises(SourceError, match=r"IM0001: is DICOM, .*pydicom\.dcmread"):
+        find_kind(tmp_path / "IM0001")
+
+
 def test_ways_in_python_that_are_told(tmp_path):
     torch = pytest.importorskip("torch")
     torch.save({"images": torch.ones(3, 4, 4), "labels": torch.arange(3)}, tmp_path / "x.pt")
