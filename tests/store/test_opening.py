@@ -7,6 +7,7 @@ import errno
 import gc
 import gzip
 import io
+import struct
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -233,3 +234,15 @@ def test_an_open_file_is_refused_by_what_it_is(tmp_path: Path, name: str) -> Non
             with pytest.raises(h5chunk.OptionError, match=message) as refused:
                 tool(opened)
             assert len(str(refused.value)) < 300
+
+
+@pytest.mark.skipif(h5py.version.hdf5_version_tuple[:2] != (2, 0), reason="other versions of HDF5 read such files")
+def test_what_only_this_version_of_hdf5_refuses_is_not_called_damaged(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w", libver="earliest") as file:
+        file.create_dataset("images", data=np.arange(40.0).reshape(10, 4), chunks=(5, 4), compression="gzip")
+    sizes = [struct.pack("<III", 5, 4, item_bytes) for item_bytes in (8, 4)]  # as PureHDF writes them
+    (tmp_path / "a.h5").write_bytes((tmp_path / "a.h5").read_bytes().replace(*sizes))
+    for tool in h5chunk.info, h5chunk.ChunkDataset, TOOLS["repack"]:
+        with pytest.raises(h5chunk.FileError, match=r'PureHDF.*pip install "h5py<3\.16"') as refused:
+            tool(tmp_path / "a.h5")
+        assert "damaged" not in str(refused.value)

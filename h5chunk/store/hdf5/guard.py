@@ -46,7 +46,7 @@ from h5chunk.errors import (
 )
 from h5chunk.store.hdf5.chunk_table import check_chunks, is_variable
 from h5chunk.store.hdf5.codecs import BITSHUFFLE, FLETCHER32, GZIP, KNOWN_FILTERS, LZ4, LZF, SHUFFLE
-from h5chunk.store.hdf5.open import DAMAGES, address_of, errors_as, explained
+from h5chunk.store.hdf5.open import DAMAGES, address_of, errors_as, explained, is_refused
 
 MAX_RATIO = 1032  # highest compression ratio of gzip, and of the filters in `WEAK_FILTERS`
 MAX_STRONG_RATIO = 1 << 17  # highest ratio of other filters: Zstandard stores 128 KiB of equal bytes in 4 bytes
@@ -282,7 +282,8 @@ class Guard:
         return group[part]
 
     def _damaged(self, name: str, action: str, error: Exception) -> FieldError:
-        return FieldError(f"{self._where(name)} is damaged: HDF5 cannot {action} ({explained(error)})")
+        problem = "" if is_refused(error) else " is damaged"
+        return FieldError(f"{self._where(name)}{problem}: HDF5 cannot {action} ({explained(error)})")
 
     def _where(self, name: str) -> str:
         return f"{printable(self.path)}: {name!r}"

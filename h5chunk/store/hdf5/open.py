@@ -57,7 +57,8 @@ def translate_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         reason = explained(error)
         if any(os.strerror(number) in reason for number in FULL_DISK):
             raise OutputError(f"{printable(path)}: a copy of this file cannot be written: {reason}") from None
-        raise FileError(f"{printable(path)} is damaged, or of an unknown kind (HDF5: {reason})") from error
+        problem = "cannot be read" if is_refused(error) else "is damaged, or of an unknown kind"
+        raise FileError(f"{printable(path)} {problem} (HDF5: {reason})") from error
 
 
 @contextmanager
@@ -113,10 +114,15 @@ def _why_not_opened(path: str | os.PathLike[str], error: OSError) -> str:
     return f"{reason}: {what}" if what else reason
 
 
+def is_refused(error: Exception) -> bool:
+    """Return whether this version of HDF5 refuses a dataset that other versions read."""
+    return h5py.version.hdf5_version_tuple[:2] == (2, 0) and any(part in str(error) for part in REFUSED_BY_2_0)
+
+
 def explained(error: Exception) -> str:
     """Return the message of an error of HDF5, with advice if a version of HDF5 refuses files that others read."""
     text = str(error) or type(error).__name__
-    if h5py.version.hdf5_version_tuple[:2] == (2, 0) and any(part in text for part in REFUSED_BY_2_0):
+    if is_refused(error):
         text += (
             f". HDF5 {h5py.version.hdf5_version}, in h5py {h5py.__version__}, refuses datasets of PureHDF and other "
             'writers that HDF5 1.14 reads: pip install "h5py<3.16"'
