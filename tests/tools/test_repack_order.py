@@ -109,6 +109,11 @@ DEPENDENT: list[tuple[str, Make]] = [
     ("per_ten", put("per_ten", [b"cat", b"dog"] * 10)),
     ("parts", add_table),
     ("groups", add_lists),
+    ("spans", put("spans", np.array([(0, 50), (50, N)], [("a", "i4"), ("b", "i4")]))),
+    ("nearest", put("nearest", np.r_[ROWS[:20], -999])),
+    ("folds", put("folds", [json.dumps(ROWS[:30].tolist()), json.dumps(ROWS[30:].tolist())])),
+    ("text", put("text", " ".join(map(str, ROWS[:30])))),
+    ("lines", put("lines", "\n".join(f"{i}.png" for i in range(N)))),
     ("boxes", add_group_per_sample),
     ("regions", add_region),
     ("bands", add_scale),
@@ -173,6 +178,7 @@ def test_what_does_not_depend_on_the_order_is_no_obstacle(tmp_path: Path) -> Non
         file["top/flags"], file["tokens"] = rng.integers(0, 2, N).astype(bool), rng.integers(0, 150, (N, 64))
         file["class_names"], file["notes"] = ["cat", "dog", "owl"], json.dumps({"size": [30, 40], "mean": [0.5, 0.2]})
         file["mean"], file["mean_image"], file["size"] = rng.random(3), rng.random((3, 30, 40)), [30, 40]
+        file["camera"] = np.eye(4)
         file["fps"], file["palette"], file["none"] = 25, rng.integers(0, 256, (64, 3), np.uint8), h5py.Empty("f4")
         file["column"] = np.arange(40.0)
         file["column"].make_scale("column")

@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -30,7 +31,9 @@ from h5chunk.store.rewrite.survey import DatasetFacts, Survey, attribute_names, 
 from h5chunk.tools.repack.fields import Samples
 
 FEW = 4  # so few whole numbers, such as the size of an image, are numbers of rows only if their name says so
+FEW_KINDS = 2  # so few different values are flags
 SHORT = 16  # the lengths of so short axes mean nothing
+MAX_TEXTS = 1000  # longer lists of texts are names
 BLOCK_VALUES = 1 << 20  # values that are read at a time
 REGIONS = "refers to regions of datasets, whose samples a shuffle would move"
 # words in names of datasets that contain numbers of samples
@@ -38,11 +41,12 @@ ROWS_OF_OTHERS = {"neighbors", "neighbours", "knn", "parent", "parents", "next",
 ROWS_OF_OTHERS |= {"order", "perm", "permutation"}
 INDEXES = {"idx", "idxs", "index", "indices", "indexes", "ind", "inds", "row", "rows", "pairs", "members", "selected"}
 RUNS = {"start", "starts", "end", "ends", "stop", "stops", "offset", "offsets", "ptr", "indptr", "begin", "boundary"}
-RUNS |= {"boundaries", "lengths", "counts", "sizes"}
+SPANS = {"span", "spans", "slice", "slices", "segments", "intervals"}
+RUNS |= {"boundaries", "lengths", "counts", "sizes"} | SPANS
 SPLITS = {"split", "splits", "train", "training", "test", "testing", "val", "validation", "dev", "fold", "folds"}
 SPLITS |= {"subset", "holdout", "selection"}
 ROW_NUMBERS = ROWS_OF_OTHERS | INDEXES | RUNS | SPLITS
-LISTS = {"idx", "index", "indices", "split", "splits", "fold", "folds"}  # groups of lists of rows
+LISTS = SPANS | {"idx", "index", "indices", "split", "splits", "fold", "folds"}  # groups of lists of rows
 OTHER_AXES = {"classes", "categories", "vocab", "vocabulary", "columns", "features"}  # names along another axis
 # attributes of HDF5, netCDF and AnnData whose meaning is known
 KNOWN_ATTRIBUTES = {"DIMENSION_LIST", "REFERENCE_LIST", "_Netcdf4Coordinates", "shape", "h5sparse_shape", "valid_range"}
@@ -70,12 +74,17 @@ class _Numbers:
     first: int = 0
     last: int = 0
     ascending: bool = True
+    some: set[int] = field(default_factory=set)  # a few different values
     whole: bool = True  # False: there are fractions, values below -1 or above the limit; the other facts are unknown
     can_count: bool = True  # whether the type can hold the number of each sample
 
     def add(self, values: np.ndarray) -> None:
         if not self.whole or not len(values):
             return
+        values = values.reshape(-1)
+        negative = values[values < 0]
+        if len(negative) and (negative == negative[0]).all():  # a number that stands for none
+            values = np.where(values < 0, -1, values)
         highest = float(values.max())
         in_range = float(values.min()) >= -1 and highest < 1 << 62  # False for NaN
         has_fractions = values.dtype.kind == "f" and bool((values % 1 != 0).any())
@@ -83,6 +92,8 @@ class _Numbers:
             self.whole = False
             return
         numbers = values.astype(np.int64)
+        if len(self.some) <= FEW_KINDS:
+            self.some |= set(np.unique(numbers)[: FEW_KINDS + 1].tolist())
         self.ascending &= bool((np.diff(numbers, prepend=self.last if self.count else numbers[0]) >= 0).all())
         self.lowest = int(numbers.min()) if not self.count else min(self.lowest, int(numbers.min()))
         self.highest = max(self.highest, int(numbers.max()))
@@ -162,7 +173,8 @@ class _Search:
             texts = [value for block in values or () for value in block.tolist()] if facts.kind in "SO" else []
             if len(set(texts)) == n and isinstance(texts[0], (bytes, str)):
                 yield Dependent(facts.name, f"may be {n} names of something else than the {n} samples", remedy)
-        if len(facts.shape or ()) <= 2 and facts.kind in "iufV":
+        is_list = len(facts.shape or ()) == 1 or (len(facts.shape or ()) == 2 and words & ROW_NUMBERS)
+        if is_list and facts.kind in "iufV":  # other fields may be large, and are not read
             for name, numbers in self._numbers(facts, None).items():
                 words = _words(name)
                 refers = words & ROWS_OF_OTHERS or (len(facts.shape or ()) == 2 and words & ROW_NUMBERS)
@@ -187,6 +199,8 @@ class _Search:
             reason = (
                 f"may be one bit for each of the {self.samples.num_samples} samples" if facts.shape[0] > 7 else None
             )
+        if reason is None and facts.kind in "SO" and math.prod(facts.shape) <= MAX_TEXTS:
+            reason = self._text(next(iter(self._values(facts) or ()), None))
         if reason is None and not scales:
             reason = self._rows_in(facts.name, self._numbers(facts, self.samples.num_samples))
         return reason
@@ -223,21 +237,23 @@ class _Search:
                 return f"has values that add up to the number of samples{shown}"
             if numbers.count > 2 and numbers.ascending and (numbers.first, numbers.last) == (0, n):
                 return f"has values that may be offsets of samples{shown}"
-            varied = numbers.lowest < numbers.highest
+            varied = len(numbers.some) > FEW_KINDS
             if numbers.can_count and (is_named or (numbers.count > FEW and varied)):
                 return f"has values that may be numbers of samples{shown}"
         return None
 
-    def _text(self, values: Any) -> str | None:
-        """Return why a text may depend on the order: it is JSON with lists of numbers of samples."""
-        value = values.reshape(-1)[0] if values is not None and values.size else ""
-        text = as_text(value) if isinstance(value, (bytes, str)) else ""
-        if not text.lstrip().startswith(("[", "{")):
-            return None
-        try:
-            pending = [("its JSON", json.loads(text))]
-        except (ValueError, RecursionError):
-            return None
+    def _text(self, values: np.ndarray | None) -> str | None:
+        """Return why texts may depend on the order: they have a line per sample, or list numbers of samples."""
+        pending: list[tuple[str, Any]] = []
+        for value in values.reshape(-1)[:MAX_TEXTS] if values is not None else ():
+            text = as_text(value).strip() if isinstance(value, (bytes, str)) else ""
+            if text.count("\n") + 1 == self.samples.num_samples > SHORT:
+                return f"has {self.samples.num_samples} lines, the number of samples"
+            if re.fullmatch(r"-?[0-9]+([,;\s]+-?[0-9]+)+", text):
+                pending.append(("its text", [int(number) for number in re.findall("-?[0-9]{1,18}", text)]))
+            elif text.startswith(("[", "{")):
+                with suppress(ValueError, RecursionError):
+                    pending.append(("its JSON", json.loads(text)))
         for name, item in pending:  # the list grows during the iteration
             if isinstance(item, dict):
                 pending += item.items()
@@ -366,8 +382,10 @@ class _Search:
             attribute.read(values)
         except DAMAGES:
             return None
+        if values.dtype.kind in "SO" and values.size <= MAX_TEXTS and (reason := self._text(values)) is not None:
+            return reason
         if shape == () and (values.dtype.kind != "O" or isinstance(values[()], (bytes, str))):
-            return self._text(values) if values.dtype.kind in "SO" else None
+            return None
         columns: dict[str, _Numbers] = {}
         for column, numbers in _columns(name, values):
             columns.setdefault(column, self._new(self.samples.num_samples, numbers.dtype)).add(numbers)
