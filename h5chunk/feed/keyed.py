@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import MAX_NUMBER, FieldError, OptionError, printable, shown
+from h5chunk.errors import MAX_NUMBER, FieldError, OptionError, names_text, printable, shown
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.sample_reader import SampleTransforms
@@ -131,7 +131,7 @@ class Keyed(ChunkDataset):
         """Return an attribute of all samples, (n,), or read a field that has one value per sample."""
         if name not in self._columns:
             if name not in self._reader.fields:
-                raise FieldError(f"there is no field {name!r}: pass one of {', '.join(self._names)}")
+                raise FieldError(f"there is no field {name!r}: pass one of {names_text(self._names)}")
             return super().values(name)
         return decoded(self._columns[name][self.samples])
 

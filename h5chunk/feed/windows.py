@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FieldError, OptionError, as_text, check_whole, count_text, printable
+from h5chunk.errors import FieldError, OptionError, as_text, check_whole, count_text, names_text, printable
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.sample_reader import SampleTransforms
 from h5chunk.plan.cache import ChunkGrid
@@ -255,7 +255,7 @@ def _goals(
     kinds = goal if isinstance(goal, Mapping) else dict.fromkeys(fields if goal is not None else (), goal)
     for name, kind in kinds.items():
         if name not in fields:
-            raise OptionError(f"goal has {name!r}, which is not among the fields: {', '.join(fields)}")
+            raise OptionError(f"goal has {name!r}, which is not among the fields: {names_text(fields)}")
         if kind not in GOALS:
             raise OptionError(f"goal is {kind!r}: pass 'last' or 'future', or leave it out")
     return {f"{name}_goal": name for name in kinds}, kinds
@@ -270,7 +270,7 @@ def _steps(
     if not isinstance(stride, Mapping):
         strides = dict.fromkeys(fields, stride)
     elif unknown := [name for name in stride if name not in fields]:
-        raise OptionError(f"stride has {unknown[0]!r}, which is not among the fields: {', '.join(fields)}")
+        raise OptionError(f"stride has {unknown[0]!r}, which is not among the fields: {names_text(fields)}")
     for name, step in strides.items():
         check_whole(f"stride of {name!r}", step, 1, 1 << 30)
     largest = max(strides.values())

@@ -16,6 +16,8 @@ from h5chunk.store.format.header import Header
 from h5chunk.store.format.recommendation import read_recommendation
 from h5chunk.tools.report import code
 
+BATCH = 256  # batch size of the order that a cache is chosen for
+
 
 @dataclass(frozen=True)
 class ChunkCacheInfo:
@@ -90,8 +92,16 @@ def cache_of_file(
         cache = header.cache
     else:
         window_chunks = choose_window_chunks(grid.band_bytes, grid.num_bands) if grid.chunks else 1
-        cache = grid.cache_for(INTERLEAVE * window_chunks)
+        cache = cache_for_h5py(grid, INTERLEAVE * window_chunks, BATCH)
     return describe_cache(argument, grid, cache, reason)
+
+
+def cache_for_h5py(grid: ChunkGrid, open_chunks: int, batch_size: int) -> CacheSettings:
+    """Return the cache for reading single samples in an order that keeps ``open_chunks`` chunks open between batches.
+
+    Within a batch, samples of all its chunks alternate.
+    """
+    return grid.cache_for(max(open_chunks, -(-batch_size // (grid.band_samples or batch_size)) + 1))
 
 
 def chunk_reason(grid: ChunkGrid) -> str:

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import OptionError, names_text
 from h5chunk.store.read.fields import WINDOW, Field, MatrixField
 from h5chunk.store.read.ragged import ImagesField, RaggedField, SeriesField
 from h5chunk.transforms.any_size import AnySizeConverter
@@ -100,7 +100,7 @@ def transforms_by_field(
         transforms = {next(iter(fields)): transforms}
     for name in transforms:
         if name not in fields:
-            raise OptionError(f"{argument} has the field {name!r}, but the fields are {', '.join(map(repr, fields))}")
+            raise OptionError(f"{argument} has the field {name!r}, but the fields are {names_text(map(repr, fields))}")
     return {name: check_transforms(argument, transforms.get(name, ())) for name in fields}
 
 

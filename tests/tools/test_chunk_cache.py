@@ -44,13 +44,14 @@ def share_served(path: Path, code: str, samples: Iterable[int]) -> float:
     return 1 - sum(offset in offsets for offset, _ in file.reads) / (len(samples) * per_sample)
 
 
+@pytest.mark.parametrize("batch_size", [4, 256])
 @pytest.mark.parametrize("chunks", [(8, 6, 10), (8, 3, 5)], ids=["whole samples", "cut samples"])
-def test_the_shares_are_those_of_h5py(tmp_path: Path, chunks: tuple[int, ...]) -> None:
+def test_the_shares_are_those_of_h5py(tmp_path: Path, chunks: tuple[int, ...], batch_size: int) -> None:
     data = values((4000, *SHAPE), "u1")
     path = make_file(tmp_path / "a.h5", images=(data, {"chunks": chunks, "compression": "gzip"}))
     found = h5chunk.info(path).chunk_cache
     assert 0 < found.cache.nbytes < 4000 * 60 / 3
-    order = np.concatenate([*h5chunk.ChunkSampler(h5chunk.ChunkDataset(path), 4)])
+    order = np.concatenate([*h5chunk.ChunkSampler(h5chunk.ChunkDataset(path), batch_size)])
     assert share_served(path, found.code, order) == pytest.approx(found.served_in_order, abs=1e-9)
     at_random = np.random.default_rng(0).permutation(4000)
     assert share_served(path, found.code, at_random) == pytest.approx(found.served_at_random, abs=0.006)

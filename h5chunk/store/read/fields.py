@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, OptionError, UnsupportedError, count_text, printable
+from h5chunk.errors import FieldError, FileError, OptionError, UnsupportedError, count_text, names_text, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.csr import plan_csr
 from h5chunk.store.format.header import CSR, DENSE, Header, check_values
@@ -130,7 +130,7 @@ def default_fields(file: h5py.File, path: Path, header: Header | None) -> dict[s
     if main is None and (groups := _tenx_groups(file, path)):
         if len(groups) > 1:
             raise FieldError(
-                f"{printable(path)} has a matrix for each of {', '.join(groups)}: choose one, such as "
+                f"{printable(path)} has a matrix for each of {names_text(groups)}: choose one, such as "
                 f"fields={{'X': {groups[0]!r}}}"
             )
         return {"X": groups[0]}

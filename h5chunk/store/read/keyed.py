@@ -15,7 +15,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, printable
+from h5chunk.errors import FieldError, FileError, names_text, printable
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.stamp import stamp_of
@@ -63,7 +63,7 @@ class KeyedReader(H5Reader):
         ragged = [name for name, field in index.fields.items() if field.is_ragged]
         if len(ragged) > 1:
             raise FieldError(
-                f"{printable(self.path)}: {', '.join(map(repr, ragged))} differ in length between samples, but only "
+                f"{printable(self.path)}: {names_text(map(repr, ragged))} differ in length between samples, but only "
                 "one such field is supported: leave out the others"
             )
         self.fields = {name: self._describe(name, field) for name, field in index.fields.items()}

@@ -302,7 +302,8 @@ def _slowest(
     stay = stay if resident > 1.2 * rate else ""
     if best.limit == DECODING and (best.ratio or 0) >= AT_LIMIT:
         remedy = (
-            "Use more cores, smaller images (convert --max-side), or raw pixels if they fit in memory (--keep-size)"
+            "Use more cores, smaller images (h5chunk convert --max-side), or raw pixels if they fit in memory "
+            "(h5chunk convert --keep-size)"
         )
         return f"Slowest stage: decoding images ({share}). {remedy}"
     if (best.ratio or 0) < AT_LIMIT:

@@ -15,12 +15,13 @@ import numpy as np
 
 from h5chunk.errors import OutputError
 from h5chunk.machine import available_cores
+from h5chunk.plan.cache import CacheSettings
+from h5chunk.tools.chunk_cache import cache_for_h5py
 from h5chunk.tools.model.ratio import Ratio
 from h5chunk.tools.model.settings import (
     LOADER,
     Setting,
     Trial,
-    cache_of,
     choose,
     cut_order,
     order_of,
@@ -44,7 +45,7 @@ TRY_LEAD, TRY_ROUND = 3, 3  # the same limits for the first measurement of a set
 WORTH_CODE, WORTH_FILE = 1.0, 1.3  # minimum certain speedup that justifies a line of code, and a new file
 
 TODAY, IN_PLACE, NEW, PLAIN = "as today", "best without a new file", "rewritten", "plain h5py"
-CACHED = "h5py, chunk cache"  # as plain h5py, but with the cache of a setting, and in its order
+CACHED = "h5py, chunk cache"  # as plain h5py, but with the cache for the order of today's setting, and in this order
 
 
 def open_batches(study: Study, setting: Setting, device: str) -> BatchRate:
@@ -80,7 +81,6 @@ class Search:
     finalists: dict[str, Setting] = field(default_factory=dict)  # by the name of their row in the report
     turns: dict[str, list[float]] = field(default_factory=dict)  # samples/s in each turn, by the name of the row
     busy: float = 1.0  # load per core by other programs
-    cached: Setting = field(init=False)  # the setting whose cache and order CACHED has
     _tried: set[Setting] = field(default_factory=set)
 
     @property
@@ -103,8 +103,7 @@ class Search:
                 name: runners[finalist] for name, finalist in self.finalists.items()
             }
             race[PLAIN] = self._plain_rate
-            self.cached = self.finalists.get(IN_PLACE, self.today)
-            if not self.study.is_ragged and cache_of(self.cached, self.study.facts, 1).nbytes:
+            if not self.study.is_ragged and self.h5py_cache.nbytes:
                 race[CACHED] = self._cached_rate
             self.turns = self._measure_in_turns(race, MIN_TURNS, FEW_TURNS if only_today else MAX_TURNS, TURNS_SHARE)
         self.busy = max(self.busy, other_load(own=available_cores()))
@@ -249,6 +248,12 @@ class Search:
     def _cached_rate(self) -> float:
         from h5chunk.tools.measure.batches import plain_rate
 
-        order = cut_order(order_of(self.cached, self.study.facts), self.study.num_measured)
+        order = cut_order(order_of(self.today, self.study.facts), self.study.num_measured)
         batches = (batch for epoch in count() for batch in replace(order, epoch=epoch).batches())
-        return plain_rate(self.study.reader, batches, self.budget.slice_s, cache_of(self.cached, self.study.facts, 1))
+        return plain_rate(self.study.reader, batches, self.budget.slice_s, self.h5py_cache)
+
+    @property
+    def h5py_cache(self) -> CacheSettings:
+        """The chunk cache for reading single samples with h5py, in the order of today's setting."""
+        facts = self.study.facts
+        return cache_for_h5py(facts.grid, order_of(self.today, facts).open_chunks_of(1), facts.batch_samples)

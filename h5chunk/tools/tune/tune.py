@@ -265,7 +265,7 @@ def _describe_cache(search: Search) -> ChunkCacheInfo | None:
     """Describe the chunk cache for the unchanged file; None for samples of several lengths other than matrix rows."""
     reader, path = search.study.reader, python_text(str(search.study.reader.path))
     if not search.study.is_ragged:
-        return describe_cache(path, search.study.facts.grid, cache_of(search.cached, search.study.facts, 1))
+        return describe_cache(path, search.study.facts.grid, search.h5py_cache)
     if reader.matrix is None:
         return None
     with opened(reader.path) as file:
@@ -293,13 +293,13 @@ def _plain_rows(search: Search) -> list[TuneRow]:
     rate = statistics.median(search.turns[PLAIN])
     rows = [TuneRow(PLAIN, None, description, rate, search.ratio(PLAIN), memory, mixed)]
     if CACHED in search.turns:
-        cache = cache_of(search.cached, facts, 1)
+        cache = search.h5py_cache
         description = (
             f"h5py.File(..., rdcc_...)[name][i] in the order of ChunkSampler, with a chunk cache of "
             f"{human_bytes(cache.nbytes)}"
         )
         memory = cache.nbytes * len(study.fields) + facts.batch_size * facts.sample_bytes
-        effective = search.trials[search.cached].effective_batch
+        effective = search.trials[search.today].effective_batch
         rate = statistics.median(search.turns[CACHED])
         rows.append(TuneRow(CACHED, None, description, rate, search.ratio(CACHED), memory, effective))
     return rows
