@@ -25,7 +25,7 @@ from support.matrix_files import write_h5ad
 
 import h5chunk
 from h5chunk.cli import main
-from h5chunk.errors import FieldError, FileError, OptionError
+from h5chunk.errors import FieldError, FileError, OptionError, OutputError
 from h5chunk.tools.repack.repack import repack
 
 QUIET = {"workers": 0}
@@ -436,6 +436,25 @@ def test_values_changed_on_purpose_are_accepted(images: Path) -> None:
     result = CliRunner().invoke(main, ["verify", str(images), "--accept", "images"])
     assert result.exit_code == 0 and "accepted: images: 1 of 7 chunks had changed" in result.output
     assert len(list(h5chunk.ChunkDataset(images, checksums="always"))) == 20
+
+
+def test_an_interrupted_acceptance_is_continued(images: Path, monkeypatch) -> None:
+    import h5chunk.tools.verify.accept as accept
+
+    with h5py.File(images, "r+") as file:
+        file["images"][...] = 0
+    write = accept.write_at
+
+    def broken(descriptor: int, data: bytes, offset: int) -> None:
+        write(descriptor, data[:8], offset)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(accept, "write_at", broken)
+    with pytest.raises(OutputError, match="No space left"):
+        h5chunk.verify(images, accept=["images"])
+    assert len(h5chunk.verify(images).bad) == 5
+    monkeypatch.undo()
+    assert h5chunk.verify(images, accept=["images"]).ok
 
 
 def test_a_renamed_field_is_missed_and_accepted(images: Path) -> None:

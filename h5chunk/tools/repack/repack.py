@@ -97,7 +97,8 @@ def repack(
     **options
         The fields of `h5chunk.tools.repack.options.RepackOptions`, which ``h5chunk repack --help`` lists: ``fields``,
         ``keep``, ``chunk_samples``, ``chunks``, ``window_chunks``, ``cache``, ``compression``, ``shuffle``, ``seed``
-        and ``memory_bytes``. With ``shuffle``, ``/h5chunk/source_index`` stores the permutation.
+        and ``memory_bytes``. With ``shuffle``, ``/h5chunk/source_index`` stores the permutation, and content that may
+        depend on the order of the samples is an error that names it, unless ``keep`` has its name.
         `h5chunk.convert` uses the same permutation for the same ``seed`` and number of samples.
 
     Raises
