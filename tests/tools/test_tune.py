@@ -708,6 +708,8 @@ def test_fields_that_info_names_are_the_default(tmp_path, command):
         assert found.fields == fields
 
 
-def test_advice_for_a_file_that_is_to_be_kept_is_for_other_readers(tmp_path):
+def test_advice_for_a_file_that_is_to_be_kept_is_for_other_readers(tmp_path, monkeypatch):
+    monkeypatch.setattr("h5chunk.tools.tune.tune.no_gain_reason", lambda *_: "")
+    monkeypatch.setattr(Search, "decide", lambda _: (TODAY, TODAY))
     text = str(h5chunk.tune(images_file(tmp_path / "a.h5", chunks=(N // 2, 1, 12, 12), compression="gzip"), **QUICK))
     assert text.startswith("Keep the file") and "\nadvice for other readers, such as plain h5py: sample_spans" in text

@@ -244,8 +244,8 @@ def install(folder: str, role: str = "main", **options: Any) -> Watch:
     _replace(fetch._MapDatasetFetcher, "fetch", _fetch)
     _replace(fetch._IterableDatasetFetcher, "fetch", _fetch)
     _replace(reduction.ForkingPickler, "loads", _loads)
-    _replace(torch.Tensor, "to", _copy)
-    _replace(torch.Tensor, "cuda", _copy)
+    _replace(torch.Tensor, "to", _copy, _is_on_cpu)
+    _replace(torch.Tensor, "cuda", _copy, _is_on_cpu)
     before = optimizer.register_optimizer_step_pre_hook(watch.begin_optimizer)
     after = optimizer.register_optimizer_step_post_hook(watch.end_optimizer)
     _undo.extend([before.remove, after.remove])
@@ -300,14 +300,19 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     _undo.append(lambda: setattr(owner, name, original) if own else delattr(owner, name))
 
 
-def _replace(owner: Any, name: str, hook: Hook) -> None:
-    """Run a hook around each call of a function. No error of the hook reaches the caller."""
-    _wrap(owner, name, partial(_around, hook))
+def _replace(owner: Any, name: str, hook: Hook, wanted: Callable[[Watch, Any], bool] = lambda *_: True) -> None:
+    """Run a hook around each call of a function. No error of the hook reaches the caller.
+
+    ``wanted(watch, first_argument)`` says whether a call is measured, for functions that are called very often.
+    """
+    _wrap(owner, name, partial(_around, hook, wanted))
 
 
-def _around(hook: Hook, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _around(
+    hook: Hook, wanted: Callable[[Watch, Any], bool], original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     watch = _watch
-    if watch is None:
+    if watch is None or not wanted(watch, args[0]):
         return original(*args, **kwargs)
     running = hook(watch, *args, **kwargs)
     try:
@@ -432,13 +437,15 @@ def _watch_files(watch: Watch) -> None:
     with suppress(Exception):  # files may change
         watch.recorder.keep("files", open_files())
     if "h5py" in sys.modules:
-        _replace(sys.modules["h5py"].Dataset, "__getitem__", _read)
+        _replace(sys.modules["h5py"].Dataset, "__getitem__", _read, _is_to_read)
+
+
+def _is_to_read(watch: Watch, _dataset: Any) -> bool:
+    return watch.sampler.stage == "fetch" and bool(watch.datasets_left or not watch.fetches % TIMED)
 
 
 def _read(watch: Watch, dataset: Any, *_: Any, **__: Any) -> Measurement:
     is_timed = not watch.fetches % TIMED
-    if watch.sampler.stage != "fetch" or not (is_timed or watch.datasets_left):
-        return
     if watch.datasets_left:
         watch.datasets_left -= 1
         watch.recorder.keep("dataset", *describe_dataset(dataset))
@@ -480,9 +487,11 @@ def _loads(watch: Watch, *_: Any, **__: Any) -> Measurement:
         watch.take += clock() - started
 
 
+def _is_on_cpu(_watch: Watch, tensor: Any) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_cuda
+
+
 def _copy(watch: Watch, self: Any, *_: Any, **__: Any) -> Measurement:
-    if type(self) not in (torch.Tensor, torch.nn.Parameter) or self.is_cuda:
-        return
     started = clock()
     result = yield None
     if result.is_cuda:
