@@ -652,16 +652,16 @@ def test_device_buffers_are_given_back_once_all_is_cached(photos, tmp_path, stop
     """Also while windows are copied to them, after which other tensors get their memory."""
     images = h5chunk.ChunkDataset(photos)[range(600)][0]
     with served(photos) as server:
-        data = h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_dir=tmp_path)
+        data = h5chunk.ChunkDataset(f"{server.url}/photos.h5", fields=["images", "sample_number"], cache_dir=tmp_path)
         if stops:
             data[range(600)]
         sampler = h5chunk.ChunkSampler(data, 16, window_chunks=2, interleave=1)
         with h5chunk.ChunkLoader(data, sampler=sampler, device="cuda") as loader:
             for _ in range(6):
                 others = []
-                for number, (some, labels) in enumerate(loader):
+                for number, (some, samples) in enumerate(loader):
                     others.append(torch.full((1 << 16,), 7, dtype=torch.uint8, device="cuda"))
-                    assert torch.equal(some.cpu(), images[labels.cpu()])
+                    assert torch.equal(some.cpu(), images[samples.cpu()])
                     if stops and number == 2:
                         break
                 others += [torch.full((1 << 16,), 7, dtype=torch.uint8, device="cuda") for _ in range(100)]
