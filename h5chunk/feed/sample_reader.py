@@ -75,7 +75,7 @@ class SampleTransforms:
             converter = self.converters.get(name)
             self._each += [others] * (1 if converter is None else converter.num_outputs)
         self.has_each = any(self._each)
-        self._draws = any(isinstance(each, AugmentConverter) for each in self.converters.values())
+        self._draws = any(each.is_random for each in self.converters.values())
 
     def _compile(self, transforms: Sequence[Any], field: Field | RaggedField) -> Sequence[Callable[[Any], Any]]:
         """Create the converter of a field if it needs one, and return the transforms for single samples."""
@@ -99,10 +99,11 @@ class SampleTransforms:
         )
 
     def draws(self, indices: Any, rows: np.ndarray) -> Draws:
-        """Return the random draws for samples. The seed is the sampler's or, without a sampler, comes from torch."""
+        """Return the random draws for samples. Without a sampler, seed and epoch come from torch, anew at each read."""
         if isinstance(indices, TaggedBatch):
             return Draws(indices.seed, indices.epoch, rows + indices.repeats)
-        return Draws(int(torch.randint(1 << 62, ())) if self._draws else 0, 0, rows)
+        drawn = int(torch.randint(1 << 62, ())) if self._draws else 0
+        return Draws(drawn, drawn, rows)
 
     def apply_to_sample(self, sample: tuple[Any, ...]) -> tuple[Any, ...]:
         if not self.has_each:

@@ -48,6 +48,7 @@ class AugmentConverter:
 
     is_uncut = False
     changes_nothing = False
+    is_random = True  # whether results depend on `Draws`
     num_outputs = 1
 
     def __init__(

@@ -41,8 +41,8 @@ class HoldOut:
     seed : int
         Seed of the choice of entries.
     each_epoch : bool
-        Hold out different entries in each epoch of a `ChunkLoader` or `ChunkSampler`, for training. False: always the
-        same entries, for validation.
+        Hold out different entries in each epoch of a `ChunkLoader` or `ChunkSampler`, or whenever a row is read without
+        a sampler, for training. False: always the same entries, for validation.
 
     Raises
     ------

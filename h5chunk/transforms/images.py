@@ -96,6 +96,7 @@ class ImageConverter:
     """
 
     is_uncut = False
+    is_random = False
     num_outputs = 1
 
     def __init__(

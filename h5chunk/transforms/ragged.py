@@ -62,6 +62,7 @@ class RaggedConverter:
 
     changes_nothing = False
     is_uncut = True
+    is_random = False
     num_outputs = 2
 
     def __init__(self, transforms: Sequence[Any], field: SeriesField, allocate: Allocate) -> None:

@@ -192,6 +192,11 @@ class RowConverter:
             self._kernel = DenseKernel(partial(_example, self._field, device), self.num_columns, self.rule, l2=l2)
 
     @property
+    def is_random(self) -> bool:
+        """Whether results depend on `Draws`."""
+        return self.hold_out is not None and self.hold_out.each_epoch
+
+    @property
     def num_outputs(self) -> int:
         """The number of tensors in a batch of rows: 2 with `HoldOut`, otherwise 1."""
         return 1 if self.hold_out is None else 2

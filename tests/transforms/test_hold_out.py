@@ -80,6 +80,16 @@ def test_a_dataset_holds_out_the_same(path, workers, layout):
     assert len(sample) == 3 and torch.equal(sample[0].to_dense(), found[0][5]) and sample[2] == 5
 
 
+@pytest.mark.parametrize("each_epoch", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_each_epoch_without_a_sampler(path, each_epoch, num_workers):
+    dataset = ChunkDataset(path, transform=[HoldOut(0.5, each_epoch=each_epoch)])
+    loader = DataLoader(dataset, 32, num_workers=num_workers, persistent_workers=num_workers > 0)
+    epochs = [torch.cat([targets for _, targets in loader]) for _ in range(3)]
+    assert torch.equal(epochs[0], epochs[1]) != each_epoch and torch.equal(epochs[1], epochs[2]) != each_epoch
+    assert torch.equal(dataset[range(200)][1], dataset[range(200)][1]) != each_epoch
+
+
 def test_each_epoch_draws_anew_and_alike_for_both_ways(path):
     epochs = {}
     for each_epoch in (False, True):
@@ -119,6 +129,7 @@ def test_what_is_before_and_after(path):
     assert torch.equal(functions[0] + functions[1], ROWS * 2)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 def test_a_function_of_a_batch_and_dense_files(tmp_path, path):
     expected = loaded(path, HoldOut(0.3))
     assert all(map(torch.equal, HoldOut(0.3)(ROWS), expected))
