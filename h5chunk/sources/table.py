@@ -332,10 +332,7 @@ class TableSource(Samples):
         if self._categories.get(name, [] if few else None) != []:
             return values.astype(field_dtype(name, values.dtype), copy=False)
         words = np.unique(np.delete(values, self._empty.get(name, [])))
-        self._categories[name] = [
-            word.decode("utf-8", "backslashreplace") if isinstance(word, bytes) else str(word)
-            for word in words.tolist()
-        ]
+        self._categories[name] = [word.decode() if isinstance(word, bytes) else str(word) for word in words.tolist()]
         return np.searchsorted(words, values).astype(np.int64)
 
     def _check_images(self, options: TableOptions) -> None:

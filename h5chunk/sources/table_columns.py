@@ -108,6 +108,10 @@ class Values:
         if not has_type(array.type, *TEXTS):
             self._append(np.asarray(array.to_numpy(zero_copy_only=False)))
             return
+        try:
+            array.validate(full=True)
+        except pyarrow.ArrowInvalid:
+            raise ValueError("contains text that is not UTF-8") from None
         strings = array.cast(pyarrow.binary())
         longest = int(byte_lengths(strings).max(initial=0))
         if longest > MAX_STRING_BYTES:

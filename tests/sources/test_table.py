@@ -567,3 +567,13 @@ def test_json_lines_name_the_command_that_makes_a_table(tmp_path: Path, name: st
     subprocess.run([sys.executable, "-c", code], check=True)
     h5chunk.convert(tmp_path / "new.parquet", tmp_path / "x.h5")
     assert h5chunk.ChunkDataset(tmp_path / "x.h5").row_ids.tolist() == [1]
+
+
+@pytest.mark.parametrize("names", [("s", "y"), ("user", "item")])
+def test_text_of_parquet_that_is_not_utf8(tmp_path: Path, names: tuple[str, str]) -> None:
+    buffers = [None, pa.py_buffer(np.array([0, 1, 2], np.int32)), pa.py_buffer(b"\xe9b")]
+    pq.write_table(
+        pa.table({names[0]: pa.Array.from_buffers(pa.string(), 2, buffers), names[1]: [1, 2]}), tmp_path / "t.parquet"
+    )
+    with pytest.raises(SourceError, match=rf"{names[0]}'.*(not UTF-8|Invalid UTF8)"):
+        h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")

@@ -156,8 +156,12 @@ class ParquetEntries(SparseSource):
             try:
                 arrays[part] = _to_numpy(part, column, where, rows_before)
             except pyarrow.ArrowInvalid as error:
-                way = "convert the column to strings" if part in PARTS[:2] else "convert the column to smaller numbers"
-                raise SourceError(f"{where} has a number that would be changed ({error}): {way}") from None
+                way = (
+                    "convert the column to strings in UTF-8"
+                    if part in PARTS[:2]
+                    else "convert the column to smaller numbers"
+                )
+                raise SourceError(f"{where} cannot be read exactly ({error}): {way}") from None
         return Block(arrays["row"], arrays["column"], arrays.get("value"), arrays.get("time"))
 
 
@@ -201,7 +205,9 @@ def _ids(column: Any, where: str) -> np.ndarray:
         return column.cast(pyarrow.int64()).to_numpy()
     if has_type(column.type, "dictionary"):
         column = column.dictionary_decode()
-    texts = column.cast(pyarrow.string()).cast(pyarrow.binary())
+    strings = column.cast(pyarrow.string())
+    strings.validate(full=True)
+    texts = strings.cast(pyarrow.binary())
     lengths = byte_lengths(texts)
     if len(lengths) and not 0 < lengths.min() <= lengths.max() <= MAX_ID_BYTES:
         raise SourceError(f"{where} has an id that is empty or longer than {MAX_ID_BYTES} bytes")
