@@ -277,3 +277,36 @@ def test_times_are_read_only_if_asked_for(tmp_path: Path) -> None:
     assert block.times is None and block.first_line == 2
     block, _ = next(open_source(tmp_path / "r.csv", context=OpenContext(with_times=True)).blocks(1 << 20))
     assert block.times is not None and block.times.tolist() == [100, 100, 50, 7]
+
+
+@pytest.mark.parametrize("bits", [4, None])
+def test_many_runs_are_merged_within_the_memory_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int | None
+) -> None:
+    """However many runs there are, no more records are sorted at a time than fit in memory."""
+    rng, count = np.random.default_rng(0), 20_000
+    rows, columns = rng.integers(0, 60, count), rng.integers(0, 5000, count)
+    values, sizes = rng.integers(1, 9, count), []
+    sort = Entries._sort
+    monkeypatch.setattr(Entries, "_sort", lambda self, records: sizes.append(len(records)) or sort(self, records))
+    with Entries(tmp_path, 60, 5000, np.dtype("u4"), bits, 1, "sum" if bits else "last") as entries:
+        for start in range(0, count, 50):
+            part = slice(start, start + 50)
+            entries.append(rows[part], columns[part], values[part])
+        entries.finish()
+        found = [np.concatenate(parts) for parts in zip(*(p[:3] for p in entries.sorted()), strict=True)]
+    assert max(sizes) <= 64 and len(sizes) > 400
+    combine = np.add.at if bits else (lambda table, places, values: table.__setitem__(places, values))
+    table = np.zeros((60, 5000), np.int64)
+    combine(table, (rows, columns), values)
+    assert (found[0] * 5000 + found[1]).tolist() == np.flatnonzero(table).tolist()
+    assert found[2].tolist() == table[table > 0].tolist()
+
+
+def test_a_row_in_time_order_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    lines = [f"{10**9 - i},7,1,{1700000000 + i}\n" for i in range(100_000)]
+    (tmp_path / "r.csv").write_text("user,item,rating,timestamp\n" + "".join(lines))
+    options: dict[str, Any] = {"time_order": True, "transpose": True}
+    with pytest.raises(OptionError, match=r"entries of one row do not fit in memory: raise memory_bytes"):
+        h5chunk.convert(tmp_path / "r.csv", tmp_path / "r.h5", memory_bytes=12 << 20, **options)
+    assert h5chunk.convert(tmp_path / "r.csv", tmp_path / "r.h5", memory_bytes=64 << 20, **options).num_rows == 1

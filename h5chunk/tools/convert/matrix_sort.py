@@ -3,12 +3,14 @@
 Entries may be appended in any order. If they fit in memory, they are sorted there. Otherwise, runs of entries that fit
 in memory are sorted and written to disk, and every n-th key of each run stays in memory. These keys show where to cut
 the range of all keys so that the entries between two cuts fit in memory, and roughly where each cut is in each run.
+If there are so many runs that this takes too much memory, groups of runs are first merged into longer ones.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from h5chunk.tools.convert.options import IN_ORDER
 
 MAX_KEY_STEP = 1024  # largest distance between two keys of a run that are kept in memory
 MIN_ALIKE = 1 << 16  # duplicates of one position that are sorted together even if they exceed the memory limit
+RUN_SHARE = 4  # a range may contain up to a step of each run beyond its cuts: at most 1/4 of the memory limit
 PART_ENTRIES = 1 << 19  # entries yielded at a time: a few MB
 
 
@@ -86,6 +89,7 @@ class Entries:
         packed = np.dtype(np.uint64)
         times = [("time", np.int64)] if has_times else []
         self._record = packed if self._bits else np.dtype([("key", packed), *times, ("value", dtype)])
+        self._folder = folder
         self._spool = Spool(folder, self._record, 0)
         copies = 2 if self._bits else 4  # packed records are sorted in place, other records by index
         self._limit = max(64, memory_bytes // copies // self._record.itemsize)
@@ -138,11 +142,35 @@ class Entries:
             self._sorted = self._sort_waiting()
             return
         self._spill()
-        keys = np.sort(np.concatenate([run.keys for run in self._runs]))
-        # A range that contains n of these keys may contain up to n + 1 steps of records in each run.
-        step = max(1, self._limit // self._step - len(self._runs))
+        most = max(2, self._limit // self._step // RUN_SHARE)
+        while len(self._runs) > most:
+            self._merge(most)
+        self._cuts = self._cuts_of(self._runs)
+
+    def _cuts_of(self, runs: list[_Run]) -> list[int]:
+        """Return keys that cut the records of runs into ranges that fit in memory."""
+        keys = np.sort(np.concatenate([run.keys for run in runs]))
+        # A range that contains n of these keys contains up to n steps of records, and up to a step more in each run.
+        step = max(1, self._limit // self._step - len(runs))
         bits = np.uint64(self._group_bits)
-        self._cuts = np.unique(keys[step::step] >> bits << bits).tolist()
+        cuts: list[int] = np.unique(keys[step::step] >> bits << bits).tolist()
+        return cuts
+
+    def _merge(self, most: int) -> None:
+        """Merge each ``most`` consecutive runs into one, in a new spool. Their order is kept for equal keys."""
+        merged, runs = Spool(self._folder, self._record, 0), list[_Run]()
+        with ExitStack() as stack:
+            stack.push(merged)
+            for start in range(0, len(self._runs), most):
+                group, first, keys = self._runs[start : start + most], len(merged), []
+                for low, high in _ranges(self._cuts_of(group)):
+                    records = self._sort(self._range(group, low, high))
+                    keys.append(self._keys(records[-(len(merged) - first) % self._step :: self._step]).copy())
+                    merged.append(records)
+                runs.append(_Run(first, len(merged) - first, np.concatenate(keys)))
+            stack.pop_all()
+        self._spool.__exit__(None, None, None)
+        self._spool, self._runs = merged, runs
 
     def _sort_waiting(self) -> np.ndarray:
         records = np.empty(self._num_waiting, self._record)
@@ -182,17 +210,17 @@ class Entries:
         if self._sorted is not None:
             yield from self._combined(self._sorted)
             return
-        for low, high in zip([0, *self._cuts], [*self._cuts, None], strict=True):
-            yield from self._combined(self._sort(self._range(low, high)))
+        for low, high in _ranges(self._cuts):
+            yield from self._combined(self._sort(self._range(self._runs, low, high)))
 
-    def _range(self, low: int, high: int | None) -> np.ndarray:
-        """Return the records with ``low`` <= key < ``high`` (None: no upper limit), one run after the other.
+    def _range(self, runs: list[_Run], low: int, high: int | None) -> np.ndarray:
+        """Return the records of runs with ``low`` <= key < ``high`` (None: no upper limit), one run after the other.
 
-        Raises OptionError if the position with key ``low`` has more entries than fit in memory, because a cut cannot
-        divide a position.
+        Raises OptionError if the position with key ``low``, or with ``time_order`` its row, has more entries than fit
+        in memory, because a cut cannot divide them.
         """
-        parts, num_alike = [], 0
-        for run in self._runs:
+        parts, num_alike, alike = [], 0, ((low >> self._group_bits) + 1) << self._group_bits
+        for run in runs:
             start = max(0, _first_at(run.keys, low) - 1) * self._step
             stop = run.size if high is None else min(run.size, _first_at(run.keys, high) * self._step)
             if start >= stop:
@@ -201,11 +229,13 @@ class Entries:
             keys = self._keys(records)
             begin, end = _first_at(keys, low), len(keys) if high is None else _first_at(keys, high)
             parts.append(records[begin:end].copy())
-            num_alike += int(np.searchsorted(keys, np.uint64(low), "right")) - begin
+            num_alike += (_first_at(keys, alike) if alike < 1 << 64 else len(keys)) - begin
             if num_alike > max(MIN_ALIKE, self._limit):
+                what = "duplicates of one row and column" if not self._group_bits else "entries of one row"
+                remedy = "remove the duplicates from the source" if not self._group_bits else "leave out time_order"
                 raise OptionError(
-                    f"{num_alike:,} or more duplicates of one row and column do not fit in memory: raise memory_bytes "
-                    "(--memory-bytes), or remove the duplicates from the source"
+                    f"{num_alike:,} or more {what} do not fit in memory: raise memory_bytes (--memory-bytes), or "
+                    f"{remedy}"
                 )
         return np.concatenate(parts) if parts else np.empty(0, self._record)
 
@@ -237,6 +267,11 @@ class Entries:
             positions = Positions(rows, columns, values, counts)
             yield positions.take(np.lexsort((times, rows))) if self._group_bits else positions
             start = stop
+
+
+def _ranges(cuts: list[int]) -> Iterator[tuple[int, int | None]]:
+    """Yield the first key of each range between cuts, and the key that follows it; None for the last range."""
+    return zip([0, *cuts], [*cuts, None], strict=True)
 
 
 def _first_at(keys: np.ndarray, key: int) -> int:
