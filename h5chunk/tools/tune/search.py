@@ -248,7 +248,8 @@ class Search:
     def _cached_rate(self) -> float:
         from h5chunk.tools.measure.batches import plain_rate
 
-        order = cut_order(order_of(self.today, self.study.facts), self.study.num_measured)
+        # windows one by one decode as many chunks as windows that alternate, but not all of them at the beginning
+        order = replace(cut_order(order_of(self.today, self.study.facts), self.study.num_measured), interleave=1)
         batches = (batch for epoch in count() for batch in replace(order, epoch=epoch).batches())
         return plain_rate(self.study.reader, batches, self.budget.slice_s, self.h5py_cache)
 
