@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -185,7 +186,7 @@ def tune(
 def _check_ignored(given: Mapping[str, Any], reason: str) -> None:
     """Raise OptionError if an option that would have no effect has another value than its default."""
     for name, value in given.items():
-        default = (tune.__kwdefaults__ or {})[name]
+        default = inspect.signature(tune).parameters[name].default
         if value is not default and (default is None or value != default):
             raise OptionError(f"{name} is {value!r}, but {reason}: leave it out")
 
