@@ -197,7 +197,7 @@ def test_huge_compressed_chunks_go_through_hdf5(tmp_path, monkeypatch):
 
 def test_codecs_that_are_not_installed(tmp_path, no_imagecodecs):
     """HDF5 has what it needs, and the message says what would be faster."""
-    options = {"chunks": (4, 3, 5, 6), **FILTERS["gzip"]}
+    options = {"chunks": (4, 3, 5, 6), **FILTERS["zstd"]}
     path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {"chunks": (9,)}))
     [expected] = expected_epochs(path, 16)
     with pytest.warns(UserWarning, match=r"'images' is read through h5py, .*needs imagecodecs.*pip install") as caught:

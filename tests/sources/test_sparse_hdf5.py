@@ -149,7 +149,7 @@ def test_compressed_files_without_imagecodecs(tmp_path, no_imagecodecs, filters)
     assert source.row_names.tolist() == [word.encode() for word in words]
     with h5py.File(tmp_path / "m.h5ad", "a") as file:
         file["obs/_index"][5] = "x" * 257
-    with pytest.raises(SourceError, match="obs/_index: has strings of 257 bytes but the limit is 256"):
+    with pytest.raises(SourceError, match=r"obs/_index: .* 257 bytes,? but the limit is 256"):
         open_source(tmp_path / "m.h5ad")
 
 
