@@ -649,7 +649,7 @@ def test_image_options_are_refused_for_a_matrix(ratings: Path, tmp_path: Path, o
 
 @pytest.mark.parametrize(
     "option",
-    [["--clip"], ["--memory-bytes", "2G"], ["--dense"], ["--layer", "X"], ["--duplicates", "sum"], ["--transpose"]],
+    [["--clip"], ["--dense"], ["--layer", "X"], ["--duplicates", "sum"], ["--transpose"]],
 )
 def test_sparse_options_are_refused_for_images(tmp_path: Path, option: list[object]) -> None:
     (tmp_path / "photos").mkdir()
