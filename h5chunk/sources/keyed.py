@@ -21,7 +21,7 @@ from h5chunk.errors import FileError, SampleError, SourceError, printable
 from h5chunk.source import Names, OpenContext, SampleField
 from h5chunk.sources.container import StoredFile
 from h5chunk.sources.kinds import KeyedOptions
-from h5chunk.sources.recognise import HDF5_MAGIC, has_suffix, is_hdf5
+from h5chunk.sources.recognise import HDF5_MAGIC, has_suffix, hdf5_members, is_hdf5
 from h5chunk.sources.samples import Samples, field_dtype, largest_first
 from h5chunk.stamp import source_stamp
 from h5chunk.store.hdf5.keyed_index import CONTIGUOUS, KeyedIndex, parse_patterns
@@ -56,6 +56,12 @@ class KeyedSource(Samples):
     @classmethod
     def open(cls, source: Any, options: KeyedOptions, context: OpenContext) -> KeyedSource:
         path = os.fspath(source)
+        if options.samples is None and {"matrix", "row_attrs", "col_attrs"} <= set(hdf5_members(path, HDF5_MAGIC)):
+            raise SourceError(
+                f"{printable(path)}: is a loom file, in which genes are rows and cells are columns: save its cells as "
+                "rows: scipy.sparse.save_npz('cells.npz', scipy.sparse.csr_matrix(h5py.File(PATH)['matrix'][:].T))"
+                ", and convert that .npz"
+            )
         if options.samples is None:
             try:
                 open_file(path).close()

@@ -153,3 +153,13 @@ def test_without_a_pattern_the_error_says_how_to_give_one(tmp_path: Path) -> Non
     assert done.exit_code == 1 and "--samples 'traces/*/data'" in done.output and "h5chunk repack" in done.output
     with pytest.raises(h5chunk.OptionError, match="attributes requires samples"):
         h5chunk.convert(tmp_path / "a.h5", tmp_path / "b.h5", attributes=("magnitude",))
+
+
+def test_a_loom_file_is_told_how_to_be_converted(tmp_path):
+    with h5py.File(tmp_path / "a.loom", "w") as file:
+        file["matrix"] = np.eye(3, 5)
+        file["row_attrs/Gene"], file["col_attrs/CellID"] = np.arange(3), np.arange(5)
+    with pytest.raises(
+        h5chunk.SourceError, match="is a loom file, in which genes are rows and cells are columns: save its cells"
+    ):
+        h5chunk.convert(tmp_path / "a.loom", tmp_path / "x.h5")
