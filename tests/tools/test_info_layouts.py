@@ -130,6 +130,17 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str, tuple[int, ...] | None]] =
     "complex": (fields(z=np.zeros((40, 5), complex), x=np.arange(30)), "x", ()),
     'a quote"': (fields(**{"x\"'y": np.arange(30)}), "x\"'y", ()),
     "anndata": (lambda path: write_h5ad(path, random_matrix(30, 20, 3).astype(np.float32)), "X", (20,)),
+    "10x": (
+        fields(
+            matrix__barcodes=np.array([b"a", b"b", b"c"]),
+            matrix__data=np.ones(3, "i4"),
+            matrix__indices=np.arange(3),
+            matrix__indptr=np.arange(4),
+            matrix__shape=np.array([5, 3]),
+        ),
+        "X",
+        (5,),
+    ),
     "h5chunk matrix": (matrix_file, "X", (20,)),
     "h5chunk images of any size": (kept_images, "images labels", (3, 224, 224)),
     "masks with more bytes": (
@@ -420,3 +431,8 @@ def test_statistics_leave_out_missing_values_and_say_what_is_stored(tmp_path: Pa
     assert f"{' and '.join(map(str, missing))} means missing" in text
     path = fields(rad={"data": stored.astype("i1"), "_Unsigned": "true"})(tmp_path / "goes.nc")
     assert "stored integers are unsigned (_Unsigned), but read as signed" in str(h5chunk.info(path))
+
+
+@pytest.mark.parametrize("layout", ["images", "10x", "h5chunk matrix"])
+def test_fields_that_readers_select_by_default_are_not_named(layout: str, tmp_path: Path) -> None:
+    assert "fields=" not in printed_code(LAYOUTS[layout][0](tmp_path / "a.h5"))
