@@ -252,7 +252,12 @@ def _on_gpu(rows: CsrRows, rule: ValueRule, num_columns: int) -> Entries:
         selected = slice(int(host[rows.first]), int(host[stop]))
         starts = rows.starts[rows.first : stop + 1]
         counts, starts = starts.diff(), starts - int(host[rows.first])
+        # the types are converted below, which copies; what keeps its type is copied here, because slots are reused
         indices, codes = rows.indices[selected], None if rows.values is None else rows.values[selected]
+        if codes is not None and codes.dtype == rule.work_dtype:
+            codes = codes.clone()
+        if indices.dtype == index_dtype(num_columns, len(indices)):
+            indices = indices.clone()
     else:
         numbers = rows.numbers
         total = int((host[numbers.host + 1] - host[numbers.host]).sum())
