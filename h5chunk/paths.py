@@ -65,7 +65,7 @@ def takes_paths(*names: str) -> Callable[[F], F]:
                 return function(*args, **options)  # its own error
             for name in names:
                 check_path(bound.arguments.get(name), name)
-            return function(*map(_expanded_all, bound.args), **{name: _expanded_all(options[name]) for name in options})
+            return function(*map(_expanded_all, args), **{name: _expanded_all(options[name]) for name in options})
 
         return call  # type: ignore[return-value]
 

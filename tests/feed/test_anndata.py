@@ -102,7 +102,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "genes": (
         {"genes": ["geneA", *GENES[1:]]},
         r"b.h5: its columns differ from those of .*a.h5 .1 only in .*b.h5, such as 'geneA'; 1 only in .*a.h5, such as "
-        r"'gene0'.*: .* --join inner",
+        r"'gene0'.*: .* --join outer",
     ),
     "fewer genes": ({"genes": GENES[:7]}, r"its columns differ .*.5 only in .*a.h5, such as 'gene10', 'gene11'"),
     "order of genes": ({"genes": [*GENES[:10], "gene11", "gene10"]}, "they differ from position 10 on"),

@@ -383,16 +383,6 @@ def test_a_file_that_changes_is_an_error(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_auto_keeps_a_small_matrix_on_the_gpu(tmp_path):
-    path = write(tmp_path / "a.h5", random_matrix(200, 30, 5))
-    with ChunkLoader(path, 10, device="cuda") as loader:
-        assert loader.is_resident and "all 200 samples resident" in repr(loader)
-    with pytest.raises(OptionError, match="2 windows of 20 batches need"):  # neither that nor all rows fit
-        ChunkLoader(path, 10, device="cuda", memory_bytes=18_000)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernel_gives_what_torch_does(tmp_path):
     """The compiled kernel is the one that is tested, and plain indexing gives the same bits."""
     path = write(tmp_path / "a.h5", random_matrix(300, 70_000, 30), scale=10.0)

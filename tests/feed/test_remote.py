@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import shutil
@@ -18,7 +17,7 @@ from support.object_server import bucket_server, disconnect, object_server
 from torch.utils.data import DataLoader
 
 import h5chunk
-from h5chunk.errors import FileError, OptionError, OutputError
+from h5chunk.errors import FileError, MissingPackageError, OptionError, OutputError
 from h5chunk.remote import client
 from h5chunk.remote.pages import Pages
 
@@ -280,10 +279,10 @@ def test_the_number_of_requests_at_a_time(photos):
 
 
 def test_without_obstore(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("h5chunk.extras.find_spec", lambda name: None)
     monkeypatch.setattr(client, "_current", [])
     monkeypatch.setattr(client, "_paths", [])
-    with pytest.raises(OptionError, match=r"h5chunk\[remote\]"):
+    with pytest.raises(MissingPackageError, match=r"h5chunk\[remote\]"):
         h5chunk.ChunkDataset("s3://bucket/photos.h5")
 
 

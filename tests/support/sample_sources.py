@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import SampleError
-from h5chunk.source import Names, SampleField
+from h5chunk.source import Names, SampleField, SampleSource
 from h5chunk.store.write.samples import SampleJob
 from h5chunk.tools.convert.options import SampleOptions
 from h5chunk.tools.convert.report import ConvertReport
@@ -42,7 +42,7 @@ def values_of(index: int, fields: Mapping[str, SampleField]) -> dict[str, np.nda
 
 
 @dataclass
-class MemorySource:
+class MemorySource(SampleSource):
     """Samples ``first`` to ``first + count``; those in ``bad`` cannot be read, ``counted`` are read by this process."""
 
     count: int
