@@ -7,7 +7,7 @@ from pathlib import Path
 
 import h5py
 
-from h5chunk.errors import human_bytes
+from h5chunk.errors import count_text, human_bytes
 from h5chunk.plan.cache import CacheSettings, ChunkGrid, mean_hits
 from h5chunk.plan.layout import choose_window_chunks, plan_layout
 from h5chunk.plan.order import INTERLEAVE
@@ -17,6 +17,7 @@ from h5chunk.store.format.recommendation import read_recommendation
 from h5chunk.tools.report import code
 
 BATCH = 256  # batch size of the order that a cache is chosen for
+NO_CACHE = CacheSettings(1, 0)
 
 
 @dataclass(frozen=True)
@@ -57,43 +58,60 @@ class ChunkCacheInfo:
         )
 
 
-def describe_cache(path: str, grid: ChunkGrid, cache: CacheSettings, reason: str = "") -> ChunkCacheInfo:
+def describe_cache(
+    path: str,
+    grid: ChunkGrid,
+    cache: CacheSettings,
+    reason: str = "",
+    chunks: tuple[int, ...] | None = None,
+    chunk_bytes: int = 0,
+) -> ChunkCacheInfo:
     """Describe a cache that keeps all chunks that `h5chunk.ChunkSampler` opens. ``path`` is a Python expression.
 
-    ``reason`` says why the chunks have their shape. Default: as far as the shape shows it.
+    ``reason`` says why the chunks have their shape. Default: as far as the shape shows it. If ``grid`` describes
+    samples of several lengths by their mean length, ``chunks`` and ``chunk_bytes`` are the shape and size of a chunk.
     """
+    chunks, chunk_bytes = chunks or grid.chunks, chunk_bytes or grid.chunk_bytes
+    nbytes = cache.nbytes * grid.chunk_bytes // max(1, chunk_bytes)  # for as many chunks of the grid
     settings = f", rdcc_nbytes={cache.nbytes}, rdcc_nslots={cache.nslots}, rdcc_w0={cache.w0}" if grid.chunks else ""
-    in_order, at_random = (mean_hits(grid, cache.nslots, cache.nbytes, is_shuffled) for is_shuffled in (False, True))
+    in_order, at_random = (mean_hits(grid, cache.nslots, nbytes, is_shuffled) for is_shuffled in (False, True))
     call = f"h5py.File({path}{settings})"
-    return ChunkCacheInfo(grid.chunks, reason or chunk_reason(grid), cache, in_order, at_random, call)
+    return ChunkCacheInfo(chunks, reason or chunk_reason(grid), cache, in_order, at_random, call)
 
 
 def cache_of_file(
     file: h5py.File, path: Path, argument: str, name: str, num_rows: int, header: Header | None
 ) -> ChunkCacheInfo:
-    """Describe the cache for a dataset, or for the group of a sparse matrix with ``num_rows`` rows, of an open file.
+    """Describe the cache for a dataset, or for the group of a sparse matrix or of images of any size, of an open file.
 
-    It is the cache that `h5chunk tune --apply` or `h5chunk convert` stored, or else the cache that `ChunkSampler` needs
-    for its default window. ``argument`` is the path as a Python expression.
+    The group has ``num_rows`` rows. The cache is the one that readers of single samples need in the order of
+    `ChunkSampler`, with the window that `h5chunk tune --apply` or `h5chunk convert` stored, or else the default window.
+    The cache that these stored is for readers of batches. ``argument`` is the path as a Python expression.
     """
     item = file[name]
-    dataset = item["indices"] if isinstance(item, h5py.Group) else item
-    filtered = dataset.id.get_create_plist().get_nfilters() > 0
-    grid, reason = ChunkGrid(tuple(dataset.shape), dataset.chunks, dataset.dtype.itemsize, filtered), ""
-    if dataset is not item and dataset.chunks:  # treat the entries of a row as one sample of the mean length
-        rows = max(1, dataset.chunks[0] * num_rows // max(1, len(dataset)))
+    is_matrix = isinstance(item, h5py.Group) and "indices" in item
+    dataset = item if isinstance(item, h5py.Dataset) else item["indices" if is_matrix else "data"]
+    chunks, filtered = dataset.chunks, dataset.id.get_create_plist().get_nfilters() > 0
+    grid, reason = ChunkGrid(tuple(dataset.shape), chunks, dataset.dtype.itemsize, filtered), ""
+    chunk_bytes = grid.chunk_bytes
+    if dataset is not item and chunks:  # treat the entries of a row as one sample of the mean length
+        rows = max(1, chunks[0] * num_rows // max(1, len(dataset)))
         size = -(-grid.chunk_bytes // rows)
         grid = ChunkGrid((num_rows, size), (rows, size), 1, filtered)
-        reason = f"{dataset.chunks[0]:,} entries per chunk, those of about {rows:,} rows"
-    stored = read_recommendation(path, dataset=name, num_samples=num_rows, chunk_samples=grid.band_samples or 0)
-    if stored is not None:
-        cache = stored[1]
-    elif header is not None:
+        unit, sample = ("entries", "row") if is_matrix else ("bytes", "image")
+        reason = f"{chunks[0]:,} {unit} per chunk, those of about {count_text(rows, sample)}"
+    if dataset is not item and not is_matrix and not filtered:
+        # A chunk has so many images that no window covers it, and an image is a run of bytes.
+        return describe_cache(argument, grid, NO_CACHE, reason, chunks)
+    chunk_samples = header.chunk_samples if header is not None else grid.band_samples or 0
+    stored = read_recommendation(path, dataset=name, num_samples=num_rows, chunk_samples=chunk_samples)
+    if is_matrix and header is not None and stored is None:
         cache = header.cache
     else:
         window_chunks = choose_window_chunks(grid.band_bytes, grid.num_bands) if grid.chunks else 1
+        window_chunks = stored[0] if stored is not None else header.window_chunks if header else window_chunks
         cache = cache_for_h5py(grid, INTERLEAVE * window_chunks, BATCH)
-    return describe_cache(argument, grid, cache, reason)
+    return describe_cache(argument, grid, cache, reason, chunks, chunk_bytes)
 
 
 def cache_for_h5py(grid: ChunkGrid, open_chunks: int, batch_size: int) -> CacheSettings:

@@ -10,6 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from PIL import Image
 from support.commands import run
 from support.foreign import chunk_table, counting_file, make_file, values
 
@@ -82,3 +83,30 @@ def test_a_matrix_has_a_cache_for_its_entries(tmp_path: Path) -> None:
         attributes = file["h5chunk"].attrs
         assert [getattr(found.cache, name[5:]) for name in CACHE] == [attributes[name] for name in CACHE]
     assert "entries per chunk" in found.reason
+
+
+def test_tune_apply_does_not_change_the_cache_for_single_samples(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    h5chunk.convert({"images": np.arange(120 * 60).astype("u1").reshape(120, *SHAPE)}, path, chunk_samples=4)
+    h5chunk.tune(path, budget_s=0.5, workers=(0,), apply=True)
+    found = h5chunk.info(path).chunk_cache
+    order = np.concatenate([*h5chunk.ChunkSampler(h5chunk.ChunkDataset(path), 256)])
+    assert share_served(path, found.code, order) == pytest.approx(found.served_in_order, abs=1e-9)
+    assert found.served_in_order == 0.75
+
+
+def test_kept_images_are_read_without_a_cache(tmp_path: Path) -> None:
+    photos = image_folder(tmp_path)
+    for path, options in ((tmp_path / "kept.h5", {"keep_encoded": True}), (tmp_path / "raw.h5", {"keep_size": True})):
+        converted, found = h5chunk.convert(photos, path, **options).chunk_cache, h5chunk.info(path).chunk_cache
+        assert converted.code == found.code and "rdcc_nbytes=0" in found.code
+        with h5py.File(path) as file:
+            assert found.chunks == file["images/data"].chunks
+
+
+def image_folder(parent: Path) -> Path:
+    """Make images of two sizes."""
+    (parent / "photos").mkdir()
+    for number in range(40):
+        Image.fromarray(values((8 + number % 2, 9, 3), "u1")).save(parent / "photos" / f"{number}.png")
+    return parent / "photos"

@@ -31,7 +31,7 @@ from h5chunk.store.write.old_file import OldFile
 from h5chunk.store.write.output import NewFolder, check_folder
 from h5chunk.store.write.part_file import check_free_space, check_output
 from h5chunk.store.write.samples import SampleJob, write_samples
-from h5chunk.tools.chunk_cache import ChunkCacheInfo, describe_cache
+from h5chunk.tools.chunk_cache import NO_CACHE, ChunkCacheInfo, describe_cache
 from h5chunk.tools.cluster import connected
 from h5chunk.tools.convert.distribute import write_shards
 from h5chunk.tools.convert.forms import compare_forms, recommend
@@ -95,7 +95,7 @@ class SampleRun:
             fields={name: str(kinds[name][1]) for name in job.field_names},
             shapes={name: kinds[name][0] for name in job.field_names},
             layout=layout,
-            chunk_cache=_describe_cache(files[0], () if form else next(iter(kinds.values()))[0]),
+            chunk_cache=_describe_cache(files[0], () if form else next(iter(kinds.values()))[0] or (1,)),
             class_names=list(job.categories.get("labels", ())),
             new_classes=list(new_classes),
             counts=dict(sorted(filled.notes.most_common(), key=lambda note: note[0] in APPLIED)),
@@ -310,10 +310,11 @@ def save_skipped(output: Path, skipped: Sequence[tuple[str, str]], *, append: bo
 
 
 def _describe_cache(job: SampleJob, sample_shape: tuple[int, ...]) -> ChunkCacheInfo:
-    """Describe the chunk cache of the main field of a file. An empty ``sample_shape`` stands for bytes."""
+    """Describe the chunk cache of the main field of a file. An empty ``sample_shape`` stands for images of any size."""
     layout = job.layout
     shape = sample_shape or (layout.sample_bytes,)
     grid = ChunkGrid(
         (layout.num_samples, *shape), (layout.chunk_samples, *shape), max(1, layout.sample_bytes // math.prod(shape))
     )
-    return describe_cache(python_text(str(job.path)), grid, layout.cache, "; ".join(layout.reasons[:1]))
+    cache = layout.cache if sample_shape else NO_CACHE
+    return describe_cache(python_text(str(job.path)), grid, cache, "; ".join(layout.reasons[:1]))

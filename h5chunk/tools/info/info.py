@@ -312,7 +312,7 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
             code=found.code,
             layout=found.name,
             notes=[*found.notes, *_lost_notes(file, header, path)],
-            chunk_cache=_find_cache(file, path, found, described, matrices, header),
+            chunk_cache=_find_cache(file, path, found, described, matrices, images, header),
         )
 
 
@@ -369,10 +369,12 @@ def _find_cache(
     found: Recognised,
     datasets: Sequence[DatasetInfo],
     matrices: Sequence[MatrixInfo],
+    images: Sequence[ImagesInfo],
     header: Header | None,
 ) -> ChunkCacheInfo | None:
     """Describe the chunk cache for the largest of the fields whose rows are samples."""
     rows = {item.name: item.num_rows or 0 for item in matrices if item.name in found.fields}
+    rows |= {item.name: item.num_images for item in images if item.name in found.fields}
     sizes = {item.name: item.sample_bytes for item in datasets if item.name in found.fields and item.can_train}
     name = next(iter(rows), None) or max(sizes, key=lambda name: sizes[name], default=None)
     if name is None or any("h5chunk.convert(" in line for line in found.code):
