@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from h5chunk.errors import as_text
+from h5chunk.errors import as_text, printable
 from h5chunk.sources.recognise import EXTENSIONS
 
 ANY_WAY = (
@@ -111,7 +111,13 @@ FORMATS = (
         AS_PICTURES,
     ),
     Format(
-        r"\.(mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|xlsx?|safetensors|feather|msgpack|bin|dat)",
+        r"\.(xls[xmb]?|ods)",
+        "an Excel table",
+        'write it as .csv, with the packages pandas and openpyxl: python -c "import pandas; '
+        "pandas.read_excel('FILE').to_csv('NEW.csv', index=False)\"",
+    ),
+    Format(
+        r"\.(mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|safetensors|feather|msgpack|bin|dat)",
         "a file of another format",
         "h5chunk.convert(dataset, path), if dataset[i] returns its arrays",
     ),
@@ -154,8 +160,9 @@ def describe(source: Any, head: bytes) -> str:
         )
     known = next((format_of(like) for at, magic, like in MAGICS if head[at:].startswith(magic)), None)
     found = format_of(name) or known
-    return "" if found is None else f"is {found.what}, which is not read directly: {_in_python(found)}"
+    return "" if found is None else f"is {found.what}, which is not read directly: {_in_python(found, source)}"
 
 
-def _in_python(found: Format) -> str:
-    return f"in Python, {found.way}" if found.way.startswith("h5chunk") else found.way
+def _in_python(found: Format, source: Any = "FILE") -> str:
+    way = found.way.replace("'FILE'", repr(printable(source)))
+    return f"in Python, {way}" if way.startswith("h5chunk") else way

@@ -11,12 +11,13 @@ import PIL
 
 from h5chunk.errors import SampleError, SourceError, as_text, printable
 from h5chunk.source import OpenContext
+from h5chunk.sources.foreign import format_of
 from h5chunk.sources.kinds import CellOptions, ImageOptions, ImageSourceOptions
 from h5chunk.sources.listing import Listing, ReportFound, list_tree, read_tree
 from h5chunk.sources.manifest import list_manifest, list_metadata
 from h5chunk.sources.options import flag_of
 from h5chunk.sources.pairs import LOSSY
-from h5chunk.sources.recognise import is_path, may_be_archive
+from h5chunk.sources.recognise import ARCHIVES, has_suffix, is_path, may_be_archive
 from h5chunk.sources.samples import IMAGES, LABELS, Samples
 
 
@@ -63,7 +64,10 @@ class ImageSource(Samples):
     @classmethod
     def recognises(cls, source: Any, head: bytes) -> bool:
         """Return whether a source is a folder, an archive, or a missing path, for which `open` raises an error."""
-        return is_path(source) and (not os.path.isfile(source) or may_be_archive(source, head))
+        if not is_path(source) or not os.path.isfile(source):
+            return is_path(source)
+        is_other = format_of(os.fspath(source)) is not None  # many formats, such as .xlsx, are packed as a zip
+        return has_suffix(source, *ARCHIVES) or (may_be_archive(source, head) and not is_other)
 
     @classmethod
     def open(cls, source: Any, options: ImageSourceOptions, context: OpenContext) -> ImageSource:

@@ -18,6 +18,7 @@ from itertools import chain
 from typing import IO, Any
 
 from h5chunk.errors import SourceError, as_text, count_text
+from h5chunk.sources.foreign import describe
 from h5chunk.sources.matrix.text import NOT_UTF8, unpacker
 from h5chunk.sources.recognise import HEAD_BYTES, PACKINGS, UTF16_MARKS
 
@@ -65,7 +66,11 @@ class Table:
         raw.seek(0)
         encoding = self._encoding or ("utf-16" if head.startswith(UTF16_MARKS) else None)
         if b"\0" in head and encoding is None:
-            raise SourceError(f"{self.label}: is not text: {KINDS}; or pass its encoding, such as --encoding utf-16-le")
+            what = describe(self.label, head) or (
+                f"is not text: {KINDS}; write another table as .csv (pandas.read_parquet(file).to_csv('NEW.csv', "
+                "index=False)), or pass the encoding of a text, such as --encoding utf-16-le"
+            )
+            raise SourceError(f"{self.label}: {what}")
         return io.TextIOWrapper(unpack(raw), encoding or "utf-8-sig", "strict" if encoding else "surrogateescape", "")
 
     def _checked(self, read: Any) -> Any:

@@ -19,6 +19,7 @@ HEAD_BYTES = 1 << 12
 MAX_ZIP_DIRECTORY_BYTES = 1 << 20  # a zip with a larger directory is neither a matrix nor a file of arrays
 MAX_HDF5_LINKS = 1000
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+ARCHIVES = (".zip", ".tar", ".tgz", ".tbz2", ".txz")
 ZIP_MAGIC = b"PK\x03\x04"
 NPY_MAGIC = b"\x93NUMPY"
 EXTENSIONS = (
@@ -92,9 +93,7 @@ def has_suffix(source: Any, *suffixes: str) -> bool:
 
 
 def may_be_archive(source: Any, head: bytes) -> bool:
-    """Return whether a regular file is a zip or tar by its content, or by its suffix, such as .tgz."""
-    if has_suffix(source, ".zip", ".tar", ".tgz", ".tbz2", ".txz"):
-        return True
+    """Return whether a regular file is a zip or tar by its content."""
     return head[257:262] == b"ustar" or zipfile.is_zipfile(source)
 
 

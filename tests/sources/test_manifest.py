@@ -133,6 +133,8 @@ def test_packed_manifests_and_other_kinds_of_files(read: Read) -> None:
     for data, name in ((b"PAR1\x15\0\x15", "m.parquet"), (b'[{"path": "1.png"}]', "m.json"), (b'{"a": []}', "m.json")):
         with pytest.raises(SourceError, match=r"is (not text|JSON): a manifest is a \.csv, \.tsv or \.jsonl file"):
             read(data, name)
+    with pytest.raises(SourceError, match=r"is an Excel table.*pandas.read_excel\('.*m\.xlsx'\)\.to_csv"):
+        read(b"PK\x03\x04\x14\0\x06\0", "m.xlsx")
 
 
 def test_long_strings_are_refused_before_memory_is_taken(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:

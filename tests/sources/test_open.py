@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import subprocess
 import sys
+import zipfile
 
 import h5py
 import numpy as np
@@ -98,6 +99,13 @@ def test_files_without_a_suffix_are_known_by_their_bytes(tmp_path):
     (tmp_path / "IM0001").write_bytes(bytes(128) + b"DICM" + bytes(50))
     with pytest.raises(SourceError, match=r"IM0001: is DICOM, .*pydicom\.dcmread"):
         find_kind(tmp_path / "IM0001")
+
+
+def test_other_formats_that_are_a_zip_are_not_taken_for_an_archive(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.xlsx", "w") as archive:
+        archive.writestr("[Content_Types].xml", "<xml/>")
+    with pytest.raises(SourceError, match=r"x\.xlsx: is an Excel table, .*pandas\.read_excel\('.*x\.xlsx'\)"):
+        find_kind(tmp_path / "x.xlsx")
 
 
 def test_ways_in_python_that_are_told(tmp_path):

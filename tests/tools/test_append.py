@@ -131,9 +131,12 @@ def test_again_and_again(tmp_path: Path) -> None:
     path, done = make_file(tmp_path, 5), 5
     for number in range(9):
         more = number % 4 + 1
-        append(path, make_source(tmp_path / f"new{number}", range(done, done + more)), workers=0, new_classes=True)
+        report = append(
+            path, make_source(tmp_path / f"new{number}", range(done, done + more)), workers=0, new_classes=True
+        )
         done += more
         check_file(path, *expected(range(done)))
+    assert "4 samples per chunk, as in the old file" in str(report)
     with h5py.File(path) as file:
         records = json.loads(file["h5chunk"].attrs["options"])["appended"]
         assert sorted(file["h5chunk/source_index"][()]) == list(range(done))

@@ -15,6 +15,7 @@ from support.file_sets import EVEN, UNEVEN, make_set, total
 from support.foreign import make_file, values
 from support.leftovers import nothing_is_left
 from support.matrix_sets import make_set as make_matrices
+from support.pictures import pixels, save
 
 import h5chunk
 from h5chunk.errors import FieldError, FileError
@@ -144,3 +145,20 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
     paths[-1].unlink()
     with pytest.raises(FileError, match=rf"{paths[-1].name}: cannot be opened: No such file"):
         FileReads(reader)
+
+
+def test_info_of_splits_names_one_of_them(tmp_path: Path) -> None:
+    for number in range(30):
+        save(tmp_path / "photos" / ("train" if number < 20 else "val") / "a" / f"{number}.png", pixels(number))
+    h5chunk.convert(tmp_path / "photos", tmp_path / "all.h5")
+    text = str(h5chunk.info(tmp_path / "all.h5"))
+    subset = 'data.subset(data.values("split") == "train")'
+    data = h5chunk.ChunkDataset(tmp_path / "all.h5")
+    assert subset in text and len(eval(subset, {"data": data})) == 20
+    h5chunk.convert(tmp_path / "photos", tmp_path / "set", split_files=True)
+    found = h5chunk.info(tmp_path / "set")
+    assert "each file is a split (train, val)" in str(found) and found.files[0].chunk_cache.code in str(found)
+    created: dict[str, h5chunk.ChunkLoader] = {}
+    exec("\n".join(found.code), created)
+    with created["loader"] as loader:
+        assert sum(len(labels) for images, labels in loader) == 20

@@ -28,6 +28,7 @@ from h5chunk.tools.convert.report import ConvertReport
 from h5chunk.tools.convert.run import Notify, SampleRun
 from h5chunk.tools.convert.samples import is_complete, open_context, prepare
 from h5chunk.tools.progress import Progress
+from h5chunk.tools.report import code, shell_command
 from h5chunk.tools.sources import downloads
 from h5chunk.tools.verify.tables import find_table_problems
 
@@ -86,7 +87,8 @@ def append(
     with _planned(path, source, format, progress, options) as (old, job, new_classes):
         complete = is_complete(job, 1)
         notes = [AGAIN] if complete else _duplicate_names(job)
-        notes.append(f"old and new samples are not mixed: h5chunk repack {old.label} NEW.h5 --shuffle mixes them")
+        mix = shell_command(["h5chunk", "repack", str(path), "NEW.h5", "--shuffle"])
+        notes.append(f"old and new samples are not mixed: {code(mix)} mixes them")
         notes += [*_small_chunks(job.layout), *job.source.notes]
         run = SampleRun(job, [], True, dry_run, progress, notify, started, old, complete)
         return run.report(notes, new_classes)

@@ -80,7 +80,7 @@ def plan_addition(old: OldFile, job: SampleJob, *, new_classes: bool, source: st
     header, first = old.header, _old_samples(old, job.source)
     sample_bytes = job.layout.sample_bytes if first.images is None else first.images.mean_bytes
     was = plan_layout(header.num_samples, sample_bytes, header.chunk_samples)
-    layout = plan_layout(header.num_samples + len(job.order), sample_bytes, header.chunk_samples)
+    layout = plan_layout(header.num_samples + len(job.order), sample_bytes, header.chunk_samples, "as in the old file")
     if header.window_chunks != was.window_chunks:  # tune chose the window, and perhaps the cache
         layout = replace(layout, window_chunks=header.window_chunks)
     first = replace(first, cache=None if header.cache == was.cache else header.cache)

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 
 from h5chunk import native
-from h5chunk.errors import FieldError, FileError, H5ChunkError, printable, shown
+from h5chunk.errors import FieldError, FileError, H5ChunkError, names_text, printable, shown
 from h5chunk.machine import available_cores
 from h5chunk.paths import takes_paths
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
@@ -62,6 +62,7 @@ from h5chunk.tools.info.summary import (
 )
 from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_cache, library_versions
 from h5chunk.tools.progress import Progress
+from h5chunk.tools.report import code as unbroken
 from h5chunk.tools.report import python_text, shell_command
 
 PART_VALUES = 1 << 20  # values of a matrix that are read at a time
@@ -203,7 +204,13 @@ def _describe_set(path: Paths, argument: str, files: Sequence[FileInfo], trusted
     if reader.header is None and (code := _file_per_sample(argument, files, [*reader.fields])):
         note = "if the rows of the files are samples instead, h5chunk.ChunkDataset reads them"
         return {"layout": "an image in each file", "code": code, "notes": [note]}
+    splits = {
+        Path(file.path).stem: file.path for file in files if file.header and file.header.options.get("split_files")
+    }
+    if splits:
+        argument = python_text(splits.get("train", files[0].path))
     return {
+        "notes": [f"each file is a split ({names_text(splits)}); the code reads one of them"] if splits else [],
         "num_samples": tuple(single.num_samples for single in reader.readers),
         "fields": tuple(fields),
         "class_names": reader.header.class_names if reader.header else (),
@@ -226,6 +233,15 @@ def _file_per_sample(argument: str, files: Sequence[FileInfo], names: Sequence[s
     fields = ", ".join(f"{python_text(name)}: {python_text(name)}" for name in names)
     channels = ', channels="last"' if has_channels else ""
     return loader_code(f"data = h5chunk.Patches({argument}, {{{fields}}}, {shape[:2]}{channels})")
+
+
+def _split_notes(header: Header | None, names: Iterable[str], path: Path) -> list[str]:
+    """Return a note if the samples of a file belong to several splits, which a loader mixes."""
+    if header is None or "split" not in names or header.options.get("split_files"):
+        return []
+    data = unbroken(f"data = h5chunk.ChunkDataset({python_text(shown(path))})")
+    subset = unbroken('data.subset(data.values("split") == "train")')
+    return [f"the field 'split' has the split of each sample: with {data}, {subset} selects the samples of one split"]
 
 
 def _lost_notes(file: h5py.File, header: Header | None, path: Path) -> list[str]:
@@ -311,7 +327,7 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
             fields=found.fields,
             code=found.code,
             layout=found.name,
-            notes=[*found.notes, *_lost_notes(file, header, path)],
+            notes=[*found.notes, *_split_notes(header, datasets, path), *_lost_notes(file, header, path)],
             chunk_cache=_find_cache(file, path, found, described, matrices, images, header),
         )
 

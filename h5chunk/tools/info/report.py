@@ -304,6 +304,8 @@ class FolderInfo(Report):
             lines.append(f"  one data set: {samples} of {', '.join(self.fields)}; {order}")
             lines += [f"  classes {list_some(self.class_names)}"] if self.class_names else []
             lines.append(f"  samples per chunk: {chunks}")
+            cache = self.files[0].chunk_cache
+            lines += cache.cache_lines("  ") if cache is not None and cache.chunks else []
         for name in self.files[0].statistics if self.files and not self.mismatch else ():
             found = merged([file.statistics[name] for file in self.files])
             lines += [f"  {line}" for line in _statistics_lines(name, found, self.files[0].packing_of(name))]
