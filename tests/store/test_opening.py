@@ -9,6 +9,8 @@ import gzip
 import io
 import struct
 import tarfile
+import threading
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +72,24 @@ def test_a_file_that_h5py_has_open_is_read_as_it_is_now(tmp_path: Path) -> None:
         assert file["images"][399, 0] == 1197
         overwrite(path, 100, dtype=">i4", chunks=(7, 16))
         assert (values_of(path)[:, 0] == np.arange(400) * 3 + 100).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*read through h5py")
+def test_threads_may_open_a_file_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real, found = save(tmp_path / "a.h5", 0, dtype=">i4", chunks=(7, 16)), h5py.File, []
+
+    def slow(*args: Any, **options: Any) -> h5py.File:
+        file = real(*args, **options)
+        time.sleep(0.05)  # another thread runs
+        return file
+
+    monkeypatch.setattr(h5py, "File", slow)
+    threads = [threading.Thread(target=lambda: found.append(values_of(path)[-1, 0])) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1197] * 4
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])

@@ -138,18 +138,18 @@ def _open_current(path: str | os.PathLike[str], options: dict[str, Any]) -> h5py
     nothing with the first. Both read files in the same way.
     """
     for driver in (None, OTHER_DRIVER):
-        file = _open_unlocked(path, {**options, "driver": driver})
-        if file.id.get_intent() != h5py.h5f.ACC_RDONLY:
-            file.close()
-            raise FileError(f"{printable(path)} is open for writing (or for SWMR) in this process: close it first")
-        stamp = stamp_of(file.id.get_vfd_handle())
-        key = *stamp[:2], driver
-        with phil:
+        with phil:  # no other thread opens the file between the opening and the count
+            file = _open_unlocked(path, {**options, "driver": driver})
+            if file.id.get_intent() != h5py.h5f.ACC_RDONLY:
+                file.close()
+                raise FileError(f"{printable(path)} is open for writing (or for SWMR) in this process: close it first")
+            stamp = stamp_of(file.id.get_vfd_handle())
+            key = *stamp[:2], driver
             is_shared = h5py.h5f.get_obj_count(file.id, h5py.h5f.OBJ_FILE) > 1
             if not is_shared or _opened_stamps.get(key) == stamp:
                 _opened_stamps[key] = stamp
                 return file
-        file.close()
+            file.close()
     raise FileError(
         f"{printable(path)}: was overwritten while data sets of an older version of it are open in this process, from "
         "which HDF5 would return old values: close those (close() of the loader or data set), and open it again"
