@@ -34,7 +34,7 @@ from h5chunk.sources.samples import DATA, IMAGES, LABELS, PADDING, Samples, fiel
 
 IMAGE_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # the first bytes of JPEG and PNG files
 NO_SOURCES = {  # for objects whose indexing does not return samples: an attribute that only they have, and the remedy
-    "nnz": "save it with scipy.sparse.save_npz, and convert the .npz",
+    "nnz": "save it with scipy.sparse.save_npz(path, x.tocsr()), and convert the .npz",
     "write_h5ad": "save it with write_h5ad, and convert the .h5ad",
     "iloc": "pass a dict of its columns, dict(frame), or save it as .parquet",
 }

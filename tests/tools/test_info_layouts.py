@@ -115,6 +115,12 @@ IMAGES = values((30, 3, 8, 8), "u1")
 # fields of several lengths
 LAYOUTS: dict[str, tuple[Callable[[Path], Path], str, tuple[int, ...] | None]] = {
     "images": (fields(images=IMAGES, labels=np.arange(30)), "images labels", (3, 8, 8)),
+    "a label": (fields(images=IMAGES, label=np.arange(30), names=TEXT), "images label", (3, 8, 8)),
+    "masks, and labels of another length": (
+        fields(images=IMAGES, mask=np.zeros((30, 8, 8), bool), labels=np.arange(9)),
+        "images mask",
+        (3, 8, 8),
+    ),
     "labels of text": (fields(images=values((30, 8), "u1"), labels=TEXT), "images", (8,)),
     "labels of another length": (fields(images=values((30, 8), "u1"), labels=np.arange(9)), "images", (8,)),
     "columns": (fields(b=np.arange(30.0), a=np.arange(30), c=TEXT), "a b", ()),
@@ -436,3 +442,13 @@ def test_statistics_leave_out_missing_values_and_say_what_is_stored(tmp_path: Pa
 @pytest.mark.parametrize("layout", ["images", "10x", "h5chunk matrix"])
 def test_fields_that_readers_select_by_default_are_not_named(layout: str, tmp_path: Path) -> None:
     assert "fields=" not in printed_code(LAYOUTS[layout][0](tmp_path / "a.h5"))
+
+
+def test_the_printed_lengths_end_episodes_at_every_mark(tmp_path: Path) -> None:
+    ends, timeouts = np.zeros(30), np.zeros(30, bool)
+    ends[[9, 19]], timeouts[14] = 1, True
+    path = fields(observations=np.zeros((30, 3)), terminals=ends, timeouts=timeouts)(tmp_path / "a.h5")
+    (note,) = h5chunk.info(path).notes
+    with h5py.File(path, "r+") as file:
+        exec(note.partition("such as ")[2].partition(", and pass")[0], {"file": file, "np": np})
+        assert file["lengths"][:].tolist() == [10, 5, 5, 10]

@@ -26,7 +26,7 @@ from support.faults import failure, small, watch
 from support.repack_files import check_same, make_everything
 
 from h5chunk.cli import main
-from h5chunk.errors import FileError, H5ChunkError, OutputError
+from h5chunk.errors import FieldError, FileError, H5ChunkError, OutputError
 from h5chunk.plan.permutation import permutation
 from h5chunk.tools.repack.options import RepackOptions
 from h5chunk.tools.repack.repack import repack
@@ -169,6 +169,20 @@ def test_other_datasets_cannot_hinder_those_that_are_named(
         missing = {name for name in old if name not in new}
     assert all(any(f"{name!r} is left out" in note for note in report.notes) for name in missing - {"c"})
     assert not missing or not {"refs", "names"} & missing
+
+
+@pytest.mark.parametrize("make", [refuse_external_link, refuse_virtual, refuse_external_storage])
+def test_a_named_dataset_that_is_elsewhere_is_an_error_that_says_so(
+    tmp_path: Path, make: Callable[[h5py.File], str]
+) -> None:
+    source = make_file(tmp_path / "a.h5")
+    with h5py.File(source, "r+") as file:
+        error = make(file)
+        file["soft"] = h5py.SoftLink("/images")
+    with pytest.raises(FieldError, match=f"a.h5: {error}"):
+        repack(source, tmp_path / "b.h5", fields=[error.split("'")[1]])
+    with pytest.raises(FieldError, match="'soft' is a link to '/images': name that dataset"):
+        repack(source, tmp_path / "b.h5", fields=["soft"])
 
 
 def test_regions_are_kept_in_their_order(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shlex
 from collections.abc import Callable
 from itertools import pairwise
@@ -124,6 +125,13 @@ DEPENDENT: list[tuple[str, Make]] = [
     ("neighbors", put("neighbors", ROWS[:, None].repeat(3, 1))),
     ("class_names", put("class_names", np.array([f"class {i}".encode() for i in range(N)]))),
     ("json", put("json", json.dumps({"split": {"train": ROWS[:30].tolist()}}))),
+    ("info", put("info", json.dumps([{"label": "cat"}] * N))),
+    ("info", put("info", json.dumps({f"{i}.png": "cat" for i in range(N)}))),
+    ("pickle", put("pickle", np.void(pickle.dumps(ROWS)))),
+    ("hard_negatives", put("hard_negatives", ROWS[:, None].repeat(3, 1))),
+    ("duplicate_of", put("duplicate_of", np.where(ROWS % 3, ROWS, -1))),
+    ("class_first", put("class_first", [0, 120])),
+    ("@pickle", attribute("pickle", np.void(pickle.dumps(ROWS)))),
     ("@weights", attribute("weights", np.random.default_rng(0).random(N))),
     ("@train", attribute("train", [5, 6])),
     ("@rows", attribute("rows", ROWS[:30])),
@@ -180,6 +188,7 @@ def test_what_does_not_depend_on_the_order_is_no_obstacle(tmp_path: Path) -> Non
         file["mean"], file["mean_image"], file["size"] = rng.random(3), rng.random((3, 30, 40)), [30, 40]
         file["camera"] = np.eye(4)
         file["fps"], file["palette"], file["none"] = 25, rng.integers(0, 256, (64, 3), np.uint8), h5py.Empty("f4")
+        file["opaque"] = np.void(b"few bytes")
         file["column"] = np.arange(40.0)
         file["column"].make_scale("column")
         file["x"].dims[3].attach_scale(file["column"])

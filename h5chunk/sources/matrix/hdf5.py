@@ -33,7 +33,7 @@ from h5chunk.store.hdf5.strings import MAX_STRING_BYTES, POINTER, FileBytes, rea
 CHUNK_COPIES = 2  # copies of a chunk in memory while it is decoded
 CHUNK_ENTRY_BYTES = 64  # bytes of memory per chunk in the chunk table, while it is sorted
 STRING_BYTES = 64  # bytes of memory for a short string that HDF5 reads, as a Python object
-REMEDY = "or copy it into this file (h5repack)"
+REMEDY = "or copy it into this file with h5py"
 
 
 class GuardedFile(RegularFile):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -98,7 +98,7 @@ def _ends_of_episodes(reader: H5Reader, num_rows: int, kind: str, dataset: str, 
     if field.dtype.kind not in "iu" or field.sample_shape or table.num_samples > num_rows:
         content, remedy = "length" if kind == "lengths" else "first row", ""
         if field.dtype.kind == "b" and not field.sample_shape:
-            remedy = f"; if it marks the last row of each episode, {lengths_remedy(dataset, num_rows)}"
+            remedy = f"; if it marks the last row of each episode, {lengths_remedy([dataset], num_rows)}"
         raise FieldError(
             f"{where}: {dataset!r} must have one axis of at most {num_rows} integers, the {content} of each episode"
             f"{remedy}"
@@ -123,7 +123,8 @@ def _ends_of_episodes(reader: H5Reader, num_rows: int, kind: str, dataset: str, 
     return np.cumsum(numbers.astype(np.int64))
 
 
-def lengths_remedy(dataset: str, num_rows: int) -> str:
-    """Say how to store the lengths of episodes of which a dataset marks the last rows."""
-    ends = f"np.union1d(np.flatnonzero(file[{dataset!r}][:]) + 1, [{num_rows}])"
+def lengths_remedy(datasets: Sequence[str], num_rows: int) -> str:
+    """Say how to store the lengths of episodes whose last rows are marked by datasets, each by at least one of them."""
+    marks = " | ".join(f"(file[{name!r}][:] != 0)" for name in datasets)
+    ends = f"np.union1d(np.flatnonzero({marks}) + 1, [{num_rows}])"
     return f"store their lengths, such as file['lengths'] = np.diff({ends}, prepend=0)"

@@ -166,10 +166,12 @@ def describe_dataset(dataset: h5d.DatasetID, path: bytes, label: str) -> Dataset
     where = f"{label}: {printable(path)!r}"
     properties, kind, space = dataset.get_create_plist(), dataset.get_type(), dataset.get_space()
     layout = properties.get_layout()
+    name = repr(printable(path))
+    remedy = f"copy the values with h5py: values = file[{name}][()]; del file[{name}]; file[{name}] = values"
     if layout == h5d.CONTIGUOUS and properties.get_external_count():
-        raise TrustError(f"{where} has values in other files, which are not opened: copy the values (h5repack)")
+        raise TrustError(f"{where} has values in other files, which are not opened: {remedy}")
     if layout not in (h5d.CONTIGUOUS, h5d.CHUNKED, h5d.COMPACT):
-        raise TrustError(f"{where} is a virtual dataset, which may read other files: copy the values (h5repack)")
+        raise TrustError(f"{where} is a virtual dataset, which may read other files: {remedy}")
     references = references_of(kind)
     if not all(part.equal(h5t.STD_REF_OBJ) or part.equal(h5t.STD_REF_DSETREG) for part in references):
         raise FileError(f"{where} has references that h5py cannot read: leave it out, or rewrite it")

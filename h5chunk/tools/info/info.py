@@ -364,19 +364,25 @@ def _find_code(
     except FieldError:
         usual = []
     notes = [
-        f"{name!r} seems to mark the last rows of episodes; for windows within episodes, "
-        f"{lengths_remedy(name, num_rows)}, and pass episode_lengths='lengths' to h5chunk.Windows"
-        for name, num_rows in _episode_ends(datasets, fields)
+        f"{' and '.join(map(repr, ends))} {'seem' if ends[1:] else 'seems'} to mark the last rows of episodes; for "
+        "windows within episodes, "
+        f"{lengths_remedy(ends, num_rows)}, and pass episode_lengths='lengths' to h5chunk.Windows"
+        for num_rows, ends in _episode_ends(datasets, fields).items()
     ]
     code = training_code(argument, fields, usual, images, trusted=trusted) if fields else []
     return Recognised("", fields, code, notes=notes)
 
 
-def _episode_ends(datasets: Sequence[DatasetInfo], fields: Sequence[str]) -> list[tuple[str, int]]:
-    """Return the first of the fields that marks the ends of episodes, with its number of rows."""
-    rows = {item.name: item.shape[0] for item in datasets if item.name in fields and item.num_axes == 1}
-    ends = [(name, rows[name]) for name in rows if name.rpartition("/")[2].lower() in EPISODE_ENDS]
-    return ends[:1] if len(fields) > 1 else []
+def _episode_ends(datasets: Sequence[DatasetInfo], fields: Sequence[str]) -> dict[int, list[str]]:
+    """Return the fields that mark the ends of episodes, by their number of rows.
+
+    An episode may end in a terminal state, which one field marks, or because its time is over, which another marks.
+    """
+    ends: dict[int, list[str]] = {}
+    for item in datasets if len(fields) > 1 else ():
+        if item.name in fields and item.num_axes == 1 and item.name.rpartition("/")[2].lower() in EPISODE_ENDS:
+            ends.setdefault(item.shape[0], []).append(item.name)
+    return ends
 
 
 def _find_cache(

@@ -65,7 +65,7 @@ def training_fields(
     if main is None:
         return []
     others = [*usual, "labels"]
-    if not usual and main not in ("images", "X"):
+    if not usual and (main not in ("images", "X") or lengths.get("labels") != lengths[main]):
         others = [name for name in numeric if f"{_folder(main)}/".startswith(f"{_folder(name)}/".lstrip("/"))]
     others = [name for name in dict.fromkeys(others) if name != main and lengths.get(name) == lengths[main]]
     return [main, *others][: max(MAX_FIELDS, len(usual))]

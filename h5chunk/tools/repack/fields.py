@@ -102,7 +102,7 @@ def find_samples(
     kept = kept_paths(options)
     _check_kept(kept, file, survey, label)
     excluded = {path for path in datasets if any(path == each or path.startswith(each + b"/") for each in kept)}
-    only = {_named(datasets, name, label).path for name in options.fields if not options.shuffle}
+    only = {_named(datasets, name, survey, label).path for name in options.fields if not options.shuffle}
     ragged: list[RaggedGroup] = []
     if not only:
         groups = (*_sparse_groups(file, survey, datasets, label), *_image_groups(file, datasets, header))
@@ -113,7 +113,7 @@ def find_samples(
     large = [facts for facts in candidates if facts.grid.sample_bytes > min(part_bytes, MAX_CHUNK_BYTES)]
     if not options.shuffle and not options.fields:  # otherwise they raise an error later
         candidates = [facts for facts in candidates if facts not in large]
-    mains = _main_fields(candidates, datasets, ragged, header, options, anndata, label)
+    mains = _main_fields(candidates, datasets, survey, ragged, header, options, anndata, label)
     if options.chunks and not options.fields:
         mains = [(facts.num_rows, facts.name) for facts in candidates if len(facts.grid.shape) == len(options.chunks)]
     lengths = dict(mains)
@@ -150,6 +150,7 @@ def _check_kept(kept: set[bytes], file: h5py.File, survey: Survey, label: str) -
 def _main_fields(
     candidates: list[DatasetFacts],
     datasets: dict[bytes, DatasetFacts],
+    survey: Survey,
     ragged: list[RaggedGroup],
     header: Header | None,
     options: RepackOptions,
@@ -158,7 +159,7 @@ def _main_fields(
 ) -> list[tuple[int, str]]:
     """Return the (length, name) of the main fields. All datasets of the same lengths become fields."""
     if options.fields:
-        named = [_named(datasets, name, label) for name in options.fields]
+        named = [_named(datasets, name, survey, label) for name in options.fields]
         for facts in named:
             if not facts.num_rows or not facts.is_fixed_size:
                 raise FieldError(
@@ -192,9 +193,18 @@ def _main_fields(
     return [(facts.num_rows, facts.name) for facts in images or largest]
 
 
-def _named(datasets: dict[bytes, DatasetFacts], name: str, label: str) -> DatasetFacts:
-    facts = datasets.get(os.fsencode(name).strip(b"/"))
+def _named(datasets: dict[bytes, DatasetFacts], name: str, survey: Survey, label: str) -> DatasetFacts:
+    path = os.fsencode(name).strip(b"/")
+    facts = datasets.get(path)
     if facts is None:
+        left_out = f"{printable(path)!r} is left out: "
+        for reason in survey.left_out or ():
+            if reason.startswith(left_out):
+                raise FieldError(f"{label}: {reason.removeprefix(left_out)}")
+        for node in survey.nodes:
+            if node.path == path and node.leads_to:
+                target = printable(node.leads_to)
+                raise FieldError(f"{label}: {printable(path)!r} is a link to {target!r}: name that dataset")
         names = ", ".join(facts.name for facts in list(datasets.values())[:8]) or "none"
         raise FieldError(f"{label}: has no dataset {printable(name)!r}; it has {names}")
     return facts

@@ -20,7 +20,7 @@ from typing import Any
 
 import h5py
 import numpy as np
-from h5py import h5a, h5d, h5o
+from h5py import h5a, h5d, h5o, h5t
 
 from h5chunk.errors import FileError, as_text, printable
 from h5chunk.source import shape_text
@@ -38,11 +38,26 @@ BLOCK_VALUES = 1 << 20  # values that are read at a time
 REGIONS = "refers to regions of datasets, whose samples a shuffle would move"
 # words in names of datasets that contain numbers of samples
 ROWS_OF_OTHERS = {"neighbors", "neighbours", "knn", "parent", "parents", "next", "prev", "previous", "edges", "links"}
-ROWS_OF_OTHERS |= {"order", "perm", "permutation"}
+ROWS_OF_OTHERS |= {"order", "perm", "permutation", "duplicate", "duplicates", "match", "matches", "partner", "partners"}
+ROWS_OF_OTHERS |= {"anchor", "anchors", "positive", "positives", "negative", "negatives"}
 INDEXES = {"idx", "idxs", "index", "indices", "indexes", "ind", "inds", "row", "rows", "pairs", "members", "selected"}
-RUNS = {"start", "starts", "end", "ends", "stop", "stops", "offset", "offsets", "ptr", "indptr", "begin", "boundary"}
+RUNS = {
+    "start",
+    "starts",
+    "end",
+    "ends",
+    "stop",
+    "stops",
+    "offset",
+    "offsets",
+    "ptr",
+    "indptr",
+    "begin",
+    "boundary",
+    "first",
+}
 SPANS = {"span", "spans", "slice", "slices", "segments", "intervals"}
-RUNS |= {"boundaries", "lengths", "counts", "sizes"} | SPANS
+RUNS |= {"first", "boundaries", "lengths", "counts", "sizes"} | SPANS
 SPLITS = {"split", "splits", "train", "training", "test", "testing", "val", "validation", "dev", "fold", "folds"}
 SPLITS |= {"subset", "holdout", "selection"}
 ROW_NUMBERS = ROWS_OF_OTHERS | INDEXES | RUNS | SPLITS
@@ -188,6 +203,8 @@ class _Search:
     # ---- other datasets
 
     def _dataset(self, facts: DatasetFacts) -> str | None:
+        if (reason := self._opaque(self._open(facts.path).id.get_type(), facts.shape or ())) is not None:
+            return reason
         if not facts.shape or 0 in facts.shape:
             values = self._values(facts) if facts.shape == () and facts.kind in "SO" else None
             return self._text(next(iter(values), None)) if values is not None else None
@@ -242,6 +259,13 @@ class _Search:
                 return f"has values that may be numbers of samples{shown}"
         return None
 
+    def _opaque(self, kind: h5t.TypeID, shape: tuple[int, ...]) -> str | None:
+        """Return why bytes of no known meaning, such as a pickle, may belong to samples: they are many enough."""
+        num_bytes, n = kind.get_size() * math.prod(shape), self.samples.num_samples
+        if isinstance(kind, h5t.TypeOpaqueID) and 8 * num_bytes >= n > SHORT:
+            return f"has {num_bytes:,} bytes of unknown meaning, which may belong to the {n} samples"
+        return None
+
     def _text(self, values: np.ndarray | None) -> str | None:
         """Return why texts may depend on the order: they have a line per sample, or list numbers of samples."""
         pending: list[tuple[str, Any]] = []
@@ -255,6 +279,8 @@ class _Search:
                 with suppress(ValueError, RecursionError):
                     pending.append(("its JSON", json.loads(text)))
         for name, item in pending:  # the list grows during the iteration
+            if isinstance(item, (dict, list)) and len(item) == self.samples.num_samples > SHORT:
+                return f"has {len(item)} entries in {name!r}, the number of samples"
             if isinstance(item, dict):
                 pending += item.items()
             elif isinstance(item, list) and item and all(type(value) in (int, float) for value in item):
@@ -370,11 +396,13 @@ class _Search:
                     yield Dependent(f"{printable(path)}@{printable(name)}", reason)
 
     def _attribute(self, attribute: h5a.AttrID, name: str) -> str | None:
-        if refers_to_regions(attribute.get_type()):
+        kind, shape = attribute.get_type(), attribute.shape
+        if refers_to_regions(kind):
             return REGIONS
-        shape = attribute.shape
         if shape is None or 0 in shape:
             return None
+        if (reason := self._opaque(kind, shape)) is not None:
+            return reason
         if shape and (reason := self._shape(shape)) is not None:
             return reason
         try:
