@@ -100,6 +100,11 @@ class MappingSource(Samples):
         for attribute, remedy in NO_SOURCES.items():
             if hasattr(source, attribute):
                 raise SourceError(f"an object of type {type(source).__name__} is not a source: {remedy}")
+        if isinstance(source, tuple) and source and all(getattr(value, "ndim", 0) for value in source):
+            raise SourceError(
+                "a tuple of arrays can be columns or samples: pass columns as a dict, such as {'x': x, 'y': y}, and "
+                "samples as a list"
+            )
         if not len(source):
             raise SourceError(f"the {type(source).__name__} is empty: pass at least one sample")
         return cls(source, options, context)

@@ -270,7 +270,7 @@ def field_dtype(name: str, dtype: np.dtype) -> np.dtype:
         return dtype
     remedies = {
         "O": "convert the Python objects, which are never unpickled, to plain numbers, or strings to fixed-length "
-        "bytes (x.astype('S') for bytes, np.char.encode(x.astype(str)) for str)",
+        "bytes (np.array(x, 'S') for bytes, np.char.encode(np.array(x, str)) for str)",
         "c": "split real and imaginary parts (x.view(x.real.dtype).reshape(*x.shape, 2))",
         "U": "encode it as UTF-8 (np.char.encode)",
         "M": "convert it to int64",

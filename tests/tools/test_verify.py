@@ -429,6 +429,7 @@ def test_values_changed_on_purpose_are_accepted(images: Path) -> None:
     change(images, "images", 0, 3)
     report = h5chunk.verify(images)
     assert "on purpose, h5chunk verify" in str(report) and "--accept images --accept labels" in str(report)
+    assert f"if they are damaged, h5chunk verify {images} --repair SOURCE" in str(report)
     report = h5chunk.verify(images, accept=["labels"])
     assert report.accepted == ("labels: 1 of 7 chunks had changed",) and {each.field for each in report.bad} == {
         "images"

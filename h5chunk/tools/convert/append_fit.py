@@ -127,7 +127,9 @@ def _check_fields(old: OldFile, source: SampleSource, columns: Collection[str], 
         listed = ", ".join(name for name in old.fields if name not in source.fields) or "none"
         if not isinstance(source, ImageSource):
             raise SourceError(f"{label}: {problem}: read it with the options with which the file was converted")
-        tree = " (a folder that contains the folders of splits, such as train/ or val/)" * ("split" in old.fields)
+        tree = " (a folder that contains a folder for each class)" * ("labels" in old.fields)
+        if "split" in old.fields:
+            tree = " (a folder that contains the folders of splits, such as train/ or val/)"
         raise SourceError(
             f"{label}: {problem}: use a source with the fields of the file{tree}, or a manifest (--manifest) with the "
             f"columns {listed}"

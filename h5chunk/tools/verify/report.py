@@ -76,21 +76,28 @@ class VerifyReport(Report):
             *rows("wrong:", self.problems),
             *rows("accepted:", self.accepted),
             *rows("note:", self.notes),
-            *rows("remedy:", self._remedy()),
+            *rows("remedy:", self._remedies()),
             f"  {human_bytes(self.read_bytes)} read in {self.seconds:.1f} s",
         ]
 
-    def _remedy(self) -> str:
-        """Return how to accept changes that were made on purpose; an empty string if there are none."""
+    def _remedies(self) -> list[str]:
+        """Return how to accept changes that were made on purpose, and how to repair damage, as far as there are any."""
         changed = [each.field for each in self.bad if each.expected != each.actual and each.actual is not None]
         parts = dict.fromkeys(name.partition("/")[0] if name.startswith(KEPT) else name for name in changed)
-        if not parts and not self.renamed:
-            return ""
-        names = [*list(parts)[:SHOWN_NAMES], *(["NAME"] if self.renamed or len(parts) > SHOWN_NAMES else [])]
-        options = [part for name in names for part in ("--accept", name)]
-        what = "fields were renamed or deleted" if self.renamed and not parts else "values were changed"
-        command = shell_command(["h5chunk", "verify", self.path, *options])
-        return f"if {what} on purpose, {command} replaces their checksums"
+        remedies = []
+        if parts or self.renamed:
+            names = [*list(parts)[:SHOWN_NAMES], *(["NAME"] if self.renamed or len(parts) > SHOWN_NAMES else [])]
+            options = [part for name in names for part in ("--accept", name)]
+            what = "fields were renamed or deleted" if self.renamed and not parts else "values were changed"
+            command = shell_command(["h5chunk", "verify", self.path, *options])
+            remedies.append(f"if {what} on purpose, {command} replaces their checksums")
+        if self.bad and self.by_h5chunk:
+            command = shell_command(["h5chunk", "verify", self.path, "--repair", "SOURCE"])
+            remedies.append(
+                f"if they are damaged, {command} rewrites chunks of images from SOURCE, the folder or archive "
+                "of images that was converted; from other sources, convert the file again"
+            )
+        return remedies
 
     def _verdict(self) -> str:
         if not self.ok:
