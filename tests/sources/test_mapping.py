@@ -194,7 +194,7 @@ def test_columns_in_a_tuple_are_not_taken_for_samples(tmp_path: Path) -> None:
 
 def test_the_remedy_for_strings_works(tmp_path: Path) -> None:
     names = np.array(["x", "y\u00e9"], object)
-    with pytest.raises(SourceError, match="np.char.encode") as caught:
+    with pytest.raises(SourceError, match=r"np\.char\.encode") as caught:
         h5chunk.convert({"names": names}, tmp_path / "x.h5")
     remedy = re.search(r"for bytes, (.*) for str\)", str(caught.value)).group(1)
     h5chunk.convert({"names": eval(remedy, {"np": np, "x": names})}, tmp_path / "x.h5", shuffle=False)
