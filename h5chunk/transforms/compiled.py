@@ -48,7 +48,8 @@ class Compiling:
             with suppress(Exception):  # without a working Triton, torch operations are used
                 self._kernel = first_launch()
 
-        self._thread = threading.Thread(target=run, name="h5chunk-compile", daemon=True)
+        # not a daemon: the interpreter would end such a thread inside of Triton's C++, which aborts the process
+        self._thread = threading.Thread(target=run, name="h5chunk-compile")
         self._thread.start()
 
     def wait(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import subprocess
+import sys
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -416,3 +418,14 @@ class TestCuda:
         converter = convert([], torch.uint8)
         converter.prepare(images.device)
         assert converter(images, keep=False).data_ptr() != images.data_ptr()
+
+
+def test_a_process_ends_after_its_kernels_are_compiled():
+    """Python would end a daemon thread inside of the compiler, which aborts the process."""
+    code = (
+        "import time\n"
+        "from h5chunk.transforms.compiled import Compiling\n"
+        "Compiling()._compile_in_thread(lambda: (time.sleep(0.5), print('compiled', flush=True)))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (0, "compiled\n"), run.stderr
