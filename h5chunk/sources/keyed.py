@@ -30,6 +30,12 @@ from h5chunk.store.hdf5.open import open_file, opened
 
 SUFFIXES = (".h5", ".hdf5", ".hdf")
 
+LOOM_MEMBERS = {"matrix", "row_attrs", "col_attrs"}
+LOOM = (
+    "is a loom file, in which genes are rows and cells are columns: save its cells as rows: scipy.sparse.save_npz("
+    "'cells.npz', scipy.sparse.csr_matrix(h5py.File(PATH)['matrix'][:].T)), and convert that .npz"
+)
+
 
 class KeyedSource(Samples):
     """Samples that are datasets of one HDF5 file, or groups of datasets."""
@@ -56,12 +62,8 @@ class KeyedSource(Samples):
     @classmethod
     def open(cls, source: Any, options: KeyedOptions, context: OpenContext) -> KeyedSource:
         path = os.fspath(source)
-        if options.samples is None and {"matrix", "row_attrs", "col_attrs"} <= set(hdf5_members(path, HDF5_MAGIC)):
-            raise SourceError(
-                f"{printable(path)}: is a loom file, in which genes are rows and cells are columns: save its cells as "
-                "rows: scipy.sparse.save_npz('cells.npz', scipy.sparse.csr_matrix(h5py.File(PATH)['matrix'][:].T))"
-                ", and convert that .npz"
-            )
+        if options.samples is None and set(hdf5_members(path, HDF5_MAGIC)) >= LOOM_MEMBERS:
+            raise SourceError(f"{printable(path)}: {LOOM}")
         if options.samples is None:
             try:
                 open_file(path).close()

@@ -444,6 +444,24 @@ def test_fields_that_readers_select_by_default_are_not_named(layout: str, tmp_pa
     assert "fields=" not in printed_code(LAYOUTS[layout][0](tmp_path / "a.h5"))
 
 
+def test_the_note_on_few_similar_datasets_reads_each_as_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    samples(20, lambda n: {"": np.full((36, 4), n)}, "img_")(tmp_path / "a.h5")
+    samples(20, lambda n: {"": np.full(36, n)}, "column_")(tmp_path / "b.h5")
+    (note,) = h5chunk.info("a.h5").notes
+    scope: dict[str, Any] = {"h5chunk": h5chunk}
+    exec(note.partition("instead: ")[2], scope)
+    assert [scope["data"][i][0].unique().tolist() for i in range(20)] == [[i] for i in range(20)]
+    assert not h5chunk.info("b.h5").notes
+
+
+def test_genes_of_loom_files_are_not_taken_for_samples(tmp_path: Path) -> None:
+    fields(matrix=np.zeros((5, 30)), row_attrs__Gene=np.arange(5), col_attrs__n=np.arange(30))(tmp_path / "a.loom")
+    assert "genes are rows and cells are columns" in str(h5chunk.info(tmp_path / "a.loom"))
+
+
 def test_the_printed_lengths_end_episodes_at_every_mark(tmp_path: Path) -> None:
     ends, timeouts = np.zeros(30), np.zeros(30, bool)
     ends[[9, 19]], timeouts[14] = 1, True

@@ -19,6 +19,7 @@ from h5chunk.machine import available_cores
 from h5chunk.paths import takes_paths
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.source import shape_text
+from h5chunk.sources.keyed import LOOM, LOOM_MEMBERS
 from h5chunk.store.format.header import CSR, MATRIX, Header, lost_fields, read_header, read_matrix
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import in_child, limited_memory
@@ -47,7 +48,7 @@ from h5chunk.store.read.ragged import (
 from h5chunk.store.read.vlen import describe_vlen
 from h5chunk.tools.chunk_cache import ChunkCacheInfo, cache_of_file
 from h5chunk.tools.info.conventions import is_keras, is_matlab, packing_of, why_no_data
-from h5chunk.tools.info.layouts import Recognised, loader_code, recognise
+from h5chunk.tools.info.layouts import Recognised, loader_code, note_on_samples, recognise
 from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, ImagesInfo, MachineInfo, MatrixInfo
 from h5chunk.tools.info.summary import (
     BATCH,
@@ -369,6 +370,10 @@ def _find_code(
         f"{lengths_remedy(ends, num_rows)}, and pass episode_lengths='lengths' to h5chunk.Windows"
         for num_rows, ends in _episode_ends(datasets, fields).items()
     ]
+    if header is None and not matrices:
+        notes += note_on_samples(datasets, argument, trusted=trusted)
+    if all(file.id.links.exists(name.encode()) for name in LOOM_MEMBERS):
+        notes.append(LOOM)
     code = training_code(argument, fields, usual, images, trusted=trusted) if fields else []
     return Recognised("", fields, code, notes=notes)
 

@@ -18,6 +18,7 @@ MAX_FIELDS = 8  # fields in the line of Python
 BATCH = 64
 MIN_SIDE, PATCH = 32, 64  # smallest side of a volume, and largest side of the patches that are suggested
 MIN_SAMPLES = 100  # fewer similar datasets are not regarded as samples
+FEW_SAMPLES = 9  # but a note says how to read them if they are
 LOOKED_AT = 1000  # datasets from which the paths of samples are guessed
 PARTS = ("action", "observations/")  # beginnings of the names of fields in the file of an episode
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of the datasets that suit training, by name
@@ -205,16 +206,27 @@ def recognise(
     patterns, notes = _keyed(datasets)
     if not patterns:
         return None
+    code = loader_code(_keyed_code(patterns, path, more))
+    return Recognised("a dataset or group for each sample", [], code, patterns, notes)
+
+
+def note_on_samples(datasets: Sequence[DatasetInfo], path: str, *, trusted: bool = False) -> list[str]:
+    """Return a note on how to read similar datasets that may be samples, or may be fields with samples as rows."""
+    patterns, _ = _keyed(datasets, FEW_SAMPLES)
+    code = _keyed_code(patterns, path, TRUSTED if trusted else "")
+    return [f"if each of the similar datasets is one sample instead: {code}"] if patterns else []
+
+
+def _keyed_code(patterns: Sequence[str], path: str, more: str) -> str:
     argument = python_text(patterns[0]) if len(patterns) == 1 else f"[{', '.join(map(python_text, patterns))}]"
-    data = f"data = h5chunk.Keyed({path}, {argument}{more})"
-    return Recognised("a dataset or group for each sample", [], loader_code(data), patterns, notes)
+    return f"data = h5chunk.Keyed({path}, {argument}{more})"
 
 
 def loader_code(data: str) -> list[str]:
     return ["import h5chunk", data, f"loader = h5chunk.ChunkLoader(data, {BATCH})"]
 
 
-def _keyed(datasets: Sequence[DatasetInfo]) -> tuple[list[str], list[str]]:
+def _keyed(datasets: Sequence[DatasetInfo], min_samples: int = MIN_SAMPLES) -> tuple[list[str], list[str]]:
     """Return the paths that many datasets of one type match, with * for the name of a sample, and notes on others.
 
     The paths are those of fields that `h5chunk.Keyed` can read together: each sample has all of them, and only one of
@@ -234,9 +246,12 @@ def _keyed(datasets: Sequence[DatasetInfo]) -> tuple[list[str], list[str]]:
     }
     most = max(map(len, alike.values()), default=0)
     largest = {pattern: sum(item.num_bytes for item in of.values()) for pattern, of in alike.items() if len(of) == most}
-    if most < MIN_SAMPLES:
+    if most < min_samples:
         return [], []
     main = max(largest, key=lambda pattern: largest[pattern])
+    shapes = {item.shape for item in alike[main].values()}
+    if most < MIN_SAMPLES and len(shapes) == 1 and all(len(shape) == 1 for shape in shapes):
+        return [], []  # columns of a table
     own = {
         pattern: of
         for pattern, of in alike.items()
