@@ -321,8 +321,9 @@ def sort_and_label(tree: Tree, split_folders: str, min_classes: float = 1) -> tu
             "table of the images with further columns (--manifest), or convert a data set in Python: "
             "h5chunk.convert(dataset, path)"
         )
-    if split_folders == "auto":
-        check_pairs(source, with_images, level)
+    notes = check_pairs(source, with_images, level) if split_folders == "auto" and classes else []
+    if split_folders == "auto" and len(classes) == 1 and not level:
+        _check_only_class(source, with_images, classes[0])
     depth = level + bool(classes)  # minimum depth of a folder whose images are samples
     kept = {name: directory for name, directory in with_images.items() if depth_of(name) >= depth}
     if loose := {name: directory for name, directory in with_images.items() if name not in kept}:
@@ -331,7 +332,7 @@ def sort_and_label(tree: Tree, split_folders: str, min_classes: float = 1) -> tu
         images = count_text(count, "image")
         ignored.append(f"{images} without a {kind}, outside of the {kind} folders, such as {as_text(example)}")
     members = array("q")
-    listing = Listing(tree.container, Names(_names(kept, depth, members)), ignored=ignored, notes=[*tree.notes])
+    listing = Listing(tree.container, Names(_names(kept, depth, members)), ignored=ignored, notes=[*tree.notes, *notes])
     if classes:
         listing.columns["labels"] = _numbers(listing.names, level, classes)
         listing.class_names = [as_text(name) for name in classes]
@@ -415,9 +416,16 @@ def _are_splits(source: str, tops: list[bytes], folders: Collection[bytes]) -> b
     is_one_class = len(named) == 1 and not inner[named[0]]  # such as trains among vehicles
     if named and not is_one_class:
         raise unclear(source, tops, f"of which {as_text(named[0])!r} has the name of a split")
-    if len(kinds) > 1 and "" not in kinds:
+    if "" not in kinds and tops:
         raise unclear(source, tops, "whose names contain those of splits")
     children = [at_level(0, inner[top]) for top in tops]
+    while children and len(only := set.union(*children)) == 1:  # such as images in each of them
+        prefix = b"".join(only) + b"/"
+        inner = {
+            top: {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+            for top, names in inner.items()
+        }
+        children = [at_level(0, inner[top]) for top in tops]
     shared = set.intersection(*children) if children else set()
     are_inner_splits = bool(shared) and all(split_of(as_text(name))[1] for name in set.union(*children))
     if are_inner_splits or (len(shared) > 1 and 2 * len(shared) >= len(set.union(*children))):
@@ -425,14 +433,28 @@ def _are_splits(source: str, tops: list[bytes], folders: Collection[bytes]) -> b
     return False
 
 
-def check_pairs(source: str, directories: Mapping[bytes, Directory], level: int) -> None:
+def _check_only_class(source: str, folders: Collection[bytes], label: bytes) -> None:
+    """Raise SourceError if the only folder of a source contains only folders, which are probably the classes."""
+    inside = sorted(at_level(1, folders))
+    if len(inside) > 1 and label not in folders:
+        is_folder = os.path.isdir(source)
+        way = f"pass {source}/{as_text(label)}" if is_folder else f"unpack it, and pass its folder {as_text(label)!r}"
+        raise SourceError(
+            f"{source}: has images only in the folder {as_text(label)!r}, in its folders {_listed(inside)}: if these "
+            f"are classes, {way}; or pass --split-folders no if all its images are of one "
+            "class"
+        )
+
+
+def check_pairs(source: str, directories: Mapping[bytes, Directory], level: int) -> list[str]:
     """Raise SourceError if the class folders, at a level of the paths, may be the images and masks of one sample.
 
     They may if one of a few has the name of a mask, or if names of files, which do not just count, are the same in all.
+    Returns a note, in a list, if all have the same names, which just count.
     """
     folders = sorted(at_level(level, directories))
     if not 2 <= len(folders) <= MAX_PAIRED:
-        return
+        return []
     inside: dict[bytes, list[tuple[bytes, Directory]]] = {folder: [] for folder in folders}
     for name, directory in directories.items():
         parts = name.split(b"/")
@@ -456,6 +478,13 @@ def check_pairs(source: str, directories: Mapping[bytes, Directory], level: int)
             folders,
             f"which contain files of the same names, such as {as_text(posixpath.basename(min(common)))}",
         )
+    counts = {sum(len(directory.files) for _, directory in inside[folder]) for folder in folders}
+    if masks or len(counts) > 1 or len(common) < max(MIN_PAIRS, len(sample)):
+        return []
+    return [
+        f"the class folders contain files of the same names, such as {as_text(posixpath.basename(min(common)))}: if "
+        "these are pairs, and not classes, list them in a manifest (--manifest)"
+    ]
 
 
 def _stems(directories: Iterable[tuple[bytes, Directory]], folder: bytes, is_mask: bool) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,9 @@ def test_splits_that_wrap_their_classes(tmp_path: Path, wrapper: str) -> None:
         (("A/train/1.png", "A/test/1.png", "B/train/1.png"), "contain the same folders 'train'"),
         (("Test 1/1.png", "Test 2/1.png"), "which have names of one split"),
         (("train_cats/1.png", "test_cats/1.png"), "whose names contain those of splits"),
-        (("train/1.png", "train_masks/1_mask.png"), "'train_masks' have the names of other images"),
+        (("train/1.png", "train_masks/1_mask.png"), "whose names contain those of splits"),
+        (("trainA/1.png", "trainB/1.png"), "whose names contain those of splits"),
+        (("web/images/a/1.png", "web/images/b/1.png", "cam/images/a/2.png", "cam/images/b/2.png"), "folders 'a', 'b'"),
         (("photos/1.jpg", "gtFine/1.png"), "'gtFine' have the names of other images"),
         (("train/ct/1.png", "train/gt/1.png", "val/ct/2.png", "val/gt/2.png"), "'gt' have the names of other images"),
         (("train/1.png", "train_labels/1.png", "val/1.png", "val_labels/1.png"), "'train' has the name of a split"),
@@ -179,7 +182,20 @@ def test_structure_that_shows_classes(tmp_path: Path, names: tuple[str, ...]) ->
 
 def test_files_that_are_just_counted_show_no_pairs(tmp_path: Path) -> None:
     names = [f"{label}/{i}.jpg" for label in ("cat", "dog") for i in range(1100)]
-    assert list_images(make(tmp_path, *names)).class_names == ["cat", "dog"]
+    listing = list_images(make(tmp_path, *names))
+    assert listing.class_names == ["cat", "dog"]
+    assert [note[:61] for note in listing.notes] == ["the class folders contain files of the same names, such as 0:"]
+    make(tmp_path, "dog/1100.jpg")
+    assert list_images(tmp_path).notes == []
+
+
+def test_a_folder_around_the_classes_is_no_class(tmp_path: Path) -> None:
+    make(tmp_path, "PetImages/Cat/1.png", "PetImages/Dog/1.png")
+    inner = re.escape(str(tmp_path / "PetImages"))
+    with pytest.raises(SourceError, match=f"folders 'Cat', 'Dog': if .* pass {inner}; or pass --split-folders no"):
+        list_images(tmp_path)
+    assert list_images(tmp_path / "PetImages").class_names == ["Cat", "Dog"]
+    assert list_images(tmp_path, split_folders="no").class_names == ["PetImages"]
 
 
 def test_flat_splits_have_no_labels(tmp_path: Path) -> None:
