@@ -140,10 +140,13 @@ class MappingSource(Samples):
     def _sample(self, index: int) -> dict[str, Any]:
         """Read a sample as a dict. Raises SampleError if its fields differ from the first sample's."""
         try:
-            sample = _named(self._dataset[index])
+            value = self._dataset[index]
+            if value is None:
+                raise SampleError("is missing (None): return a value, or leave the sample out")
+            sample = _named(value)
         except SampleError:
             raise
-        except Exception as error:  # a data set may raise any error
+        except (Exception, SystemExit) as error:  # a data set may raise any error
             raise SampleError(f"cannot be read: {type(error).__name__}: {printable(str(error))}") from None
         if self.fields and sample.keys() != {*self.fields, *self._others}:
             names = names_text((*self.fields, *self._others))
@@ -208,9 +211,12 @@ def _as_array(name: str, value: Any, field: SampleField | None) -> np.ndarray:
         array = np.array(_encoded(value) or b"\0", "S") if isinstance(value, (str, bytes)) else np.asarray(value)
         field_dtype(name, array.dtype)
     except (SourceError, ValueError, TypeError, RuntimeError) as error:
+        remedy = f"; {PADDING}" if isinstance(value, (list, tuple, Mapping)) else ""
+        if hasattr(value, "detach") and not isinstance(error, SourceError):
+            remedy = "; store such a tensor as value.detach().float()"
         raise SampleError(
-            f"{label} is of type {type(value).__name__}, which is not an image, number, array or string: "
-            f"{printable(str(error))}" + (f"; {PADDING}" if isinstance(value, (list, tuple, Mapping)) else "")
+            f"{label} is of type {type(value).__name__}, and cannot be stored as an image, number, array or string: "
+            f"{printable(str(error))}{remedy}"
         ) from None
     if field is None or array.dtype == field.dtype:
         return array

@@ -83,9 +83,9 @@ def find_masks(samples: Sequence[Mapping[str, Seen]], is_resized: bool) -> tuple
             continue
         if main is not None and not is_mask and is_resized and (may_have_classes or name not in unnamed):
             raise SourceError(
-                f"{printable(name)!r} may be a mask, whose classes resizing would mix: name the field (--mask-column "
-                f"{printable(name)}), after replacing each colour by the number of its class, or, if it is a picture, "
-                + AS_PICTURES
+                f"{printable(name)!r} may be a mask, whose classes resizing or grey would mix: name the field "
+                f"(--mask-column {printable(name)}), after replacing each colour by the number of its class, or, if it "
+                "is a picture, " + AS_PICTURES
             )
         if is_mask and main is not None and (differing := _difference(samples, name, main)):
             if not (is_few or name not in unnamed or images[0].mode == "P"):

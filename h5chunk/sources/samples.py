@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from dataclasses import replace
@@ -123,6 +123,7 @@ class Samples(SampleSource):
                 axes = "NHW" if len(shape) == 2 else self.decoding.layout.upper()
                 fields[name] = SampleField(shape, np.dtype(np.uint8), axes)
             else:
+                _check_aligned(name, value, images.values(), self.decoding)
                 fields[name] = SampleField(value.shape, field_dtype(name, value.dtype))
         return fields
 
@@ -163,7 +164,7 @@ class Samples(SampleSource):
         samples = [sample for sample in samples if sample.keys() == samples[0].keys()]
         if not samples:
             return
-        masks, notes = find_masks(samples, self.decoding.size is not None)
+        masks, notes = find_masks(samples, self.decoding.size is not None or self.decoding.color == "gray")
         self.decoding = replace(self.decoding, mask_column=masks)
         self.options = {**self.options, "mask_column": masks}
         self.notes = [*self.notes, *notes]
@@ -247,6 +248,20 @@ def check_pair(name: str, mask: Decoded, image: Decoded) -> None:
         )
 
 
+def _check_aligned(name: str, array: np.ndarray, images: Iterable[Decoded], options: ImageOptions) -> None:
+    """Raise SourceError if an array has the pixels of an image, which is resized or rotated, while the array is not."""
+    for image in images:
+        is_moved = image.orientation != 1 or options.size not in (None, image.size)
+        shapes = array.shape[:2], array.shape[-2:]
+        if is_moved and array.ndim in (2, 3) and any(sorted(shape) == sorted(image.size) for shape in shapes):
+            way = "resized" if image.orientation == 1 else "rotated by EXIF, or resized"
+            raise SourceError(
+                f"{printable(name)!r} is an array of the size of its image, {shape_text(image.size)}, which is {way}, "
+                "unlike the array: return it as a Pillow image, such as Image.fromarray(mask.astype('uint8')) for a "
+                "mask, or resize and rotate both in the data set"
+            )
+
+
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if tuple(shape) != tuple(expected):
         raise ShapeError(f"{printable(name)!r} is {shape_text(shape)}, but in other samples {shape_text(expected)}")
@@ -269,8 +284,8 @@ def field_dtype(name: str, dtype: np.dtype) -> np.dtype:
     if dtype.kind == "S" and dtype.itemsize:
         return dtype
     remedies = {
-        "O": "convert the Python objects, which are never unpickled, to plain numbers, or strings to fixed-length "
-        "bytes (np.array(x, 'S') for bytes, np.char.encode(np.array(x, str)) for str)",
+        "O": "convert the Python objects, which are never unpickled, to plain numbers of at most 64 bits, or "
+        "strings to fixed-length bytes (np.array(x, 'S') for bytes, np.char.encode(np.array(x, str)) for str)",
         "c": "split real and imaginary parts (x.view(x.real.dtype).reshape(*x.shape, 2))",
         "U": "encode it as UTF-8 (np.char.encode)",
         "M": "convert it to int64",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,7 +119,10 @@ def test_images_follow_the_options_of_images(tmp_path: Path) -> None:
             "differ in 'data': sample 0 is 1, sample 9 is 2: make all arrays",
         ),
         (lambda i: {"a": 1} if i < 5 else {"b": 1}, SampleError, r"has the fields b, but other samples have a"),
-        (lambda i: None if i == 7 else 3, SampleError, "sample 7: field 'data' is missing"),
+        (lambda i: None if i == 7 else 3, SampleError, "sample 7: is missing"),
+        (lambda i: {"a": None if i == 7 else 3}, SampleError, "sample 7: field 'a' is missing"),
+        (lambda i: 2**64, SampleError, "to plain numbers of at most 64 bits"),
+        (lambda i: sys.exit(3) if i == 7 else 3, SampleError, "sample 7: cannot be read: SystemExit: 3"),
         (
             lambda i: i if i < 29 else i + 0.5,
             SampleError,
@@ -126,7 +130,7 @@ def test_images_follow_the_options_of_images(tmp_path: Path) -> None:
         ),
         (lambda i: 1 / (i - 5), SampleError, "sample 5: cannot be read: ZeroDivisionError: division"),
         (lambda i: "a\0", SampleError, "ends with a NUL byte"),
-        (lambda i: object(), SampleError, "type object, which is not an image, number, array or string"),
+        (lambda i: object(), SampleError, "type object, and cannot be stored as an image, number"),
     ],
 )
 def test_samples_that_are_not_alike(tmp_path: Path, get: Any, error: type[Exception], reason: str) -> None:

@@ -273,15 +273,29 @@ def test_what_may_be_a_mask_is_asked_for(tmp_path: Path) -> None:
     options: dict[str, Any] = {"size": (6, 6), "fit": "crop", "workers": 0}
     for fields, reason in (
         ({"field0": PHOTO, "field1": small}, "'field1' looks like a mask, but is 6 x 9 where 'field0' is 12 x 18"),
-        ({"field0": PHOTO, "field1": colours}, "'field1' may be a mask, whose classes resizing would mix"),
-        ({"field0": MASK, "field1": MASK}, "'field1' may be a mask, whose classes resizing would mix"),
-        ({"image": PHOTO, "label": PHOTO}, "'label' may be a mask, whose classes resizing would mix"),
+        ({"field0": PHOTO, "field1": colours}, "'field1' may be a mask, whose classes resizing or grey would mix"),
+        ({"field0": MASK, "field1": MASK}, "'field1' may be a mask, whose classes resizing or grey would mix"),
+        ({"image": PHOTO, "label": PHOTO}, "'label' may be a mask, whose classes resizing or grey would mix"),
     ):
         with pytest.raises(SourceError, match=rf"{reason}: .*--mask-column none \(in Python, mask_column=\(\)\)"):
             h5chunk.convert(samples_of(fields), tmp_path / "z.h5", **options)
+        if fields["field1" if "field1" in fields else "label"] is colours:
+            with pytest.raises(SourceError, match=reason):
+                h5chunk.convert(samples_of(fields), tmp_path / "z.h5", color="gray", workers=0)
         h5chunk.convert(samples_of(fields), tmp_path / "x.h5", mask_column=(), overwrite=True, **options)
     report = h5chunk.convert(samples_of({"image": PHOTO, "label": colours}), tmp_path / "y.h5", workers=0)
     assert report.shapes["label"] == SHAPE  # exact, as nothing is resized
+
+
+def test_an_array_beside_an_image_that_is_resized_or_rotated(tmp_path: Path) -> None:
+    arrays = [np.asarray(mask) for mask in MASK]
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    rotated = [Image.open(io.BytesIO(encoded(image, "JPEG", exif=exif))) for image in PHOTO]
+    for images, options in ((PHOTO, {"size": (6, 6), "fit": "stretch"}), (rotated, {})):
+        with pytest.raises(SourceError, match=r"'mask' is an array of the size of its image, .*Image\.fromarray"):
+            h5chunk.convert(samples_of({"image": images, "mask": arrays}), tmp_path / "x.h5", workers=0, **options)
+    h5chunk.convert(samples_of({"image": PHOTO, "mask": arrays}), tmp_path / "x.h5", workers=0)
 
 
 def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
