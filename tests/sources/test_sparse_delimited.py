@@ -352,6 +352,22 @@ def test_a_layout_that_is_not_clear_is_no_guess(tmp_path, text, message):
         open_source(tmp_path / "a.csv")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "height,weight,target\n160,62,1\n180,80,0\n",
+        ",age,height,weight\n0,31,2.5,2\n1,22,3.5,3\n",
+        "r,g,b\n1,2,3\n4,5,6\n",
+        "x,target\n1,31\n2,22\n",
+    ],
+)
+def test_a_name_that_many_tables_have_is_no_guess(tmp_path, text):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(SourceError, match=r"do not show which are row, column.*--format table"):
+        h5chunk.convert(tmp_path / "a.csv", tmp_path / "a.h5")
+    assert h5chunk.convert(tmp_path / "a.csv", tmp_path / "a.h5", format="table").num_samples == 2
+
+
 def test_a_first_line_whose_cells_come_again_is_data(tmp_path):
     (tmp_path / "a.csv").write_text("fr,paris\nde,berlin\nfr,lyon\n")
     h5chunk.convert(tmp_path / "a.csv", tmp_path / "a.h5")

@@ -22,6 +22,7 @@ COLUMNS = re.compile(
     "business|businessid|column|columnid|col|gene|geneid|feature|term|word|to|tonodeid|target|dst|j"
 )
 VALUES = re.compile("rating|bookrating|score|value|val|count|counts|weight|stars|plays|overall|data|umi|r|v")
+RATINGS = re.compile("rating|bookrating|stars|plays|umi")  # which only entries have
 TIMES = re.compile("timestamp|time|date|datetime|ts|unixreviewtime|reviewtime")
 PARTS = ("row", "column", "value", "time")
 AS_STRING = ":str"
@@ -79,6 +80,7 @@ def choose_columns(
     requested: Sequence[str] | None,
     path: str,
     fail: Callable[[str], NoReturn],
+    is_guessed: bool = False,
 ) -> list[int]:
     """Return the indices of the columns that hold the row, the column and, optionally, the value and the time.
 
@@ -95,6 +97,8 @@ def choose_columns(
         The table, for messages.
     fail
         Raises SourceError with the message that it is given, if the header is ambiguous.
+    is_guessed
+        Whether lines may be samples instead of entries, because the user did not choose the format.
 
     Raises
     ------
@@ -123,9 +127,12 @@ def choose_columns(
         if len(unknown) == 1 and unknown[0] == others[-1]:  # the value follows the row and the column
             return [*parts[:2], *unknown]
     says_nothing = all(name.isdecimal() for name in known)
-    if width == 2 and max(parts[:2]) >= 0:
+    if width == 2 and max(parts[:1] if is_guessed else parts[:2]) >= 0:
         return [1, 0] if parts[0] == 1 or parts[1] == 0 else [0, 1]
-    if not ((width == 2 and says_nothing) or (len(others) == 3 and (parts[2] in others or says_nothing))):
+    has_value = parts[2] in others
+    if is_guessed:
+        has_value &= parts[0] >= 0 or RATINGS.fullmatch(known[parts[2]]) is not None
+    if not ((width == 2 and says_nothing) or (len(others) == 3 and (has_value or says_nothing))):
         names = names_text(map(repr, header))
         fail(
             f"the names of the columns {names} do not show which are row, column and value: name these three, or the "

@@ -116,7 +116,7 @@ class DelimitedSource(TextSource):
         self.header = self._find_header(table, requested)
         self._width = len(self.header or table[0])
         self._check_width(lines[0], requested)
-        chosen = choose_columns(self.header, self._width, requested, self.path, self._text.fail)
+        chosen = choose_columns(self.header, self._width, requested, self.path, self._text.fail, context.is_guessed)
         self._columns = dict(zip(PARTS, chosen, strict=False))  # numbers of the columns that are read, by role
         self.num_skipped += self.header is not None
         table = [row for row in table[self.header is not None :] if len(row) == self._width]
