@@ -49,7 +49,7 @@ from h5chunk.errors import (
 )
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import compute, has_type, parquet, pyarrow
-from h5chunk.sources.cells import may_be_lost, note_zeros
+from h5chunk.sources.cells import may_be_lost
 from h5chunk.sources.kinds import ImageOptions, TableOptions, TextOptions
 from h5chunk.sources.matrix.dialect import is_number
 from h5chunk.sources.options import flag_of
@@ -185,7 +185,7 @@ class TableSource(Samples):
             self._add_batches(path, columns, file.iter_batches(BATCH_ROWS, columns=columns), context)
 
     def _read_text(self, path: Path, options: TableOptions, context: OpenContext) -> None:
-        table, form = read_text_table(os.fspath(path), options, context.memory_bytes)
+        table, form, losses = read_text_table(os.fspath(path), options, context.memory_bytes)
         names = "" if form.has_header else "; there is no header, so columns are called column_0, ..."
         is_unclear = not form.has_numbers or any(map(is_number, form.names))
         if form.has_header and options.header == "auto" and is_unclear:
@@ -195,9 +195,7 @@ class TableSource(Samples):
             )
         notes = [f"each line became a sample{names} (--format csv reads entries of a sparse matrix)"]
         columns = self._choose(path, table.schema)
-        for name, cells in zip(form.names, form.head, strict=True):
-            if name in columns and has_type(table.schema.field(name).type, "integer"):
-                notes += note_zeros(name, np.array([cell.encode() for cell in cells]))
+        notes += [note for name, note in losses if name in columns]
         notes += [NAMED_IMAGES.format(name) for name, value in _first_row(table) if names_image(value)]
         self.notes = list(dict.fromkeys([*self.notes, *notes]))
         self._count_missing = lambda name: int(table.column(name).null_count)
@@ -331,7 +329,12 @@ class TableSource(Samples):
         few = 1 < len(self._columns[name].words) <= min(MAX_CATEGORIES, self._num_rows - 1)
         if self._categories.get(name, [] if few else None) != []:
             return values.astype(field_dtype(name, values.dtype), copy=False)
-        words = np.unique(np.delete(values, self._empty.get(name, [])))
+        words, counts = np.unique(np.delete(values, self._empty.get(name, [])), return_counts=True)
+        if words[0] in (b"", ""):
+            self.notes = [
+                *self.notes,
+                f"{count_text(int(counts[0]), 'empty cell')} of {name!r} became a category of its own, without a name",
+            ]
         self._categories[name] = [word.decode() if isinstance(word, bytes) else str(word) for word in words.tolist()]
         return np.searchsorted(words, values).astype(np.int64)
 

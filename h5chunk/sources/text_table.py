@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, allowing, human_bytes, names_text, printable
+from h5chunk.sources.arrow import compute, has_type, pyarrow
 from h5chunk.sources.arrow import csv as arrow_csv
-from h5chunk.sources.arrow import pyarrow
-from h5chunk.sources.cells import WHOLE, LostDigitsError, check_floats, may_be_lost
+from h5chunk.sources.cells import WHOLE, LostDigitsError, check_floats, may_be_lost, note_zeros
 from h5chunk.sources.kinds import TableOptions, TextOptions
 from h5chunk.sources.matrix.columns import names_show_entries
 from h5chunk.sources.matrix.dialect import Dialect, dialect_of, is_number, num_comments
@@ -55,7 +55,6 @@ class TextTable(NamedTuple):
     has_header: bool
     decimal: str
     has_numbers: bool  # in any column
-    head: list[list[str]]  # the cells of the first lines, by column
     problem: str = ""  # the reason why the table cannot be read with the options, if any
 
 
@@ -92,7 +91,7 @@ def detect_format(lines: list[bytes], options: TextOptions = DETECTED) -> TextTa
     names = [f"column_{number}" for number in range(width)]
     if has_header and not problem:
         names = [cell.strip("'").replace("/", "_") or "index" for cell in first]
-    return TextTable(dialect, names, num_skipped + has_header, has_header, decimal, any(numbers), columns, problem)
+    return TextTable(dialect, names, num_skipped + has_header, has_header, decimal, any(numbers), problem)
 
 
 def _counts_up(row: list[str]) -> bool:
@@ -161,8 +160,8 @@ def _is_fraction(cell: str) -> bool:
     return "." in cell and is_number(cell) and not float(cell).is_integer()
 
 
-def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple[Any, TextTable]:
-    """Read a text file as an Arrow table, and return it with its format.
+def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple[Any, TextTable, list[tuple[str, str]]]:
+    """Read a text file as an Arrow table, and return it with its format, and the names of columns with notes on them.
 
     Raises SourceError if the file is not a table, or has more than half of ``memory_bytes`` of text.
     """
@@ -191,6 +190,7 @@ def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple
         if name not in form.names:
             raise OptionError(f"{printable(path)}: has no column {name!r}: it has {names_text(form.names)}")
     table = _parse(data, form, dict.fromkeys(options.text_columns or (), pyarrow.string()))
+    notes: list[tuple[str, str]] = []
     for number, name in enumerate(form.names):
         floats = table.column(number)
         if floats.type == pyarrow.float64() and may_be_lost(floats.to_numpy()):
@@ -198,7 +198,24 @@ def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple
                 table = table.set_column(number, name, _exact(data, form, name, floats.to_numpy()))
             except LostDigitsError as error:
                 raise SourceError(f"{printable(path)}: column {name!r} {error}") from None
-    return table, form
+            if table.column(number).type == pyarrow.string():
+                notes.append((name, f"column {name!r} became text, because its integers do not fit 64 bits"))
+    return table, form, notes + _zeros(data, form, table)
+
+
+def _zeros(data: io.BytesIO, form: TextTable, table: Any) -> list[tuple[str, str]]:
+    """Return the names of columns of integers that had leading zeros in the text, with notes."""
+    mark = re.escape(form.dialect.mark)
+    if re.search(rb"(?:^|[\"\n" + mark + rb"])[ +-]*0[0-9]", data.getbuffer()) is None:
+        return []
+    whole = [field.name for field in table.schema if has_type(field.type, "integer")]
+    texts = _parse(data, form, dict.fromkeys(whole, pyarrow.string()), whole) if whole else None
+    notes = []
+    for name in whole:
+        cells = compute.utf8_ltrim_whitespace(texts.column(name))
+        padded = cells.filter(compute.match_substring_regex(cells, "^0[0-9]"))
+        notes += [(name, note) for note in note_zeros(name, padded[:1].to_numpy().astype("S"))]
+    return notes
 
 
 def _exact(data: io.BytesIO, form: TextTable, name: str, floats: np.ndarray) -> Any:

@@ -430,12 +430,24 @@ def test_a_column_without_any_value(tmp_path: Path) -> None:
 
 
 def test_unknown_columns_that_are_taken_as_entries_are_named(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("x,y,weight\n3,1,0.5\n4,1,1.5\n")
+    (tmp_path / "t.csv").write_text("x,y,rating\n3,1,0.5\n4,1,1.5\n")
     report = h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5")
-    assert "an entry of a matrix: row 'x', column 'y', value 'weight' (--format table" in str(report)
+    assert "an entry of a matrix: row 'x', column 'y', value 'rating' (--format table" in str(report)
+    (tmp_path / "t.csv").write_text("x,y,weight\n3,1,0.5\n4,1,1.5\n")
     for number, options in enumerate(({"format": "csv"}, {"columns": ("x", "y", "weight")})):
         report = h5chunk.convert(tmp_path / "t.csv", tmp_path / f"{number}.h5", **options)
         assert report.notes == ["value 'weight'"]
+
+
+def test_what_becomes_of_cells_below_the_first_lines_is_told(tmp_path: Path) -> None:
+    lines = ["zip,id,word,x"] + [f"{10000 + i},{i},w{i % 3},0.5" for i in range(500)]
+    (tmp_path / "t.csv").write_text("\n".join([*lines, f"01234,{2**64},,0.5", ""]))
+    notes = str(h5chunk.convert(tmp_path / "t.csv", tmp_path / "x.h5", format="table").notes)
+    assert "'zip' became numbers, without leading zeros such as those of 01234 (--text-columns zip" in notes
+    assert "'id' became text, because its integers do not fit 64 bits" in notes
+    assert "1 empty cell of 'word' became a category of its own" in notes
+    (tmp_path / "t.csv").write_text("\n".join([*lines, "0,1,w1,0.5", ""]))
+    assert len(h5chunk.convert(tmp_path / "t.csv", tmp_path / "y.h5", format="table").notes) == 1
 
 
 def test_a_loader_of_a_file_with_strings(tmp_path: Path) -> None:
