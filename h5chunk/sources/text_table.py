@@ -206,10 +206,10 @@ def read_text_table(path: str, options: TextOptions, memory_bytes: int) -> tuple
 def _zeros(data: io.BytesIO, form: TextTable, table: Any) -> list[tuple[str, str]]:
     """Return the names of columns of integers that had leading zeros in the text, with notes."""
     mark = re.escape(form.dialect.mark)
-    if re.search(rb"(?:^|[\"\n" + mark + rb"])[ +-]*0[0-9]", data.getbuffer()) is None:
-        return []
     whole = [field.name for field in table.schema if has_type(field.type, "integer")]
-    texts = _parse(data, form, dict.fromkeys(whole, pyarrow.string()), whole) if whole else None
+    if not whole or re.search(rb"(?:^|[\"\n" + mark + rb"])[ +-]*0[0-9]", data.getbuffer()) is None:
+        return []
+    texts = _parse(data, form, dict.fromkeys(whole, pyarrow.string()), whole)
     notes = []
     for name in whole:
         cells = compute.utf8_ltrim_whitespace(texts.column(name))
