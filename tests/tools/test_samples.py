@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,17 @@ def test_large_fields_move_when_gaps_are_closed(tmp_path: Path) -> None:
     source = MemorySource(200, fields=fields, bad=range(0, 200, 3))
     write(source, tmp_path / "x.h5", on_error="skip", chunk_samples=2)
     check_samples(tmp_path / "x.h5", [i for i in range(200) if i % 3], fields)
+    assert h5chunk.verify(tmp_path / "x.h5").ok
+
+
+@pytest.mark.parametrize("bad", [[0], [1, 5], [19], range(0, 20, 3), range(1, 19)])
+def test_the_order_of_the_source_outlives_skipped_samples(tmp_path: Path, bad: Sequence[int]) -> None:
+    source = MemorySource(20, columns={"n": np.arange(20)}, bad=bad)
+    write(source, tmp_path / "x.h5", on_error="skip", chunk_samples=3, shuffle=False)
+    good = [i for i in range(20) if i not in bad]
+    check_samples(tmp_path / "x.h5", good)
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert file["n"][()].tolist() == file["h5chunk/source_index"][()].tolist() == good
     assert h5chunk.verify(tmp_path / "x.h5").ok
 
 

@@ -322,11 +322,18 @@ def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
 
 
 def _close_gaps(new: NewFile, job: SampleJob, filled: Filled) -> SampleJob:
-    """Remove failed samples. The last good samples are moved into the gaps, and the file is shortened."""
-    failed = [failure.row for failure in filled.failures]
-    num_kept, failed_rows = len(job.order) - len(failed), set(failed)
-    gaps = [row for row in failed if row < num_kept]
-    movers = [row for row in range(num_kept, len(job.order)) if row not in failed_rows]
+    """Remove failed samples, and shorten the file.
+
+    The last good samples are moved into the gaps, or all of them forwards if they are in the order of the source.
+    """
+    failed = {failure.row for failure in filled.failures}
+    kept = [row for row in range(len(job.order)) if row not in failed]
+    num_kept = len(kept)
+    if (np.diff(job.order) > 0).all():
+        gaps = [place for place, row in enumerate(kept) if place != row]
+        movers = kept[num_kept - len(gaps) :]
+    else:
+        gaps, movers = [row for row in sorted(failed) if row < num_kept], [row for row in kept if row >= num_kept]
     order, first = job.order.copy(), job.old.num_samples
     order[gaps] = order[movers]
     for name, field_ in job.fields.items():
