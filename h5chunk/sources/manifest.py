@@ -274,6 +274,8 @@ class _Cells:
         except UnicodeEncodeError:
             raise table.error(line, f"path {printable(cell)} is not valid Unicode") from None
         for path in files.spellings(named):
+            if path.startswith(b"/"):
+                path = files.inside(path)
             if path.startswith((b"/", b"../")) or path in (b"..", b"."):
                 raise table.error(line, f"path {printable(path)} is outside of the source: pass paths inside it")
             number = files.number(path)
@@ -390,8 +392,12 @@ def _check_columns(table: Table) -> None:
     if twice:
         raise table.error(line, f"two columns are called {twice[0]!r}: rename one of them")
     for name in columns:
-        if os.fsencode(as_text(name)).lower().endswith(EXTENSIONS):
-            raise table.error(line, f"{printable(name)} is not a column name: insert a header with the column names")
+        if any(word.lower().endswith(EXTENSIONS) for word in os.fsencode(as_text(name)).split()):
+            raise table.error(
+                line,
+                f"{printable(name)} is not a column name: insert a header with the column names, and separate the "
+                "columns by commas, semicolons or tabs",
+            )
         if "/" in name or name == "." or not name.isprintable():
             raise table.error(
                 line,

@@ -26,6 +26,11 @@ class NamedFiles:
             return self._numbers.get(path)
         return -1 if os.path.exists(os.path.join(self._root, path)) else None
 
+    def inside(self, path: bytes) -> bytes:
+        """Return an absolute path relative to the folder, if it is inside it."""
+        root = os.path.join(os.path.abspath(self._root), b"") if self._numbers is None else path
+        return path.removeprefix(root) or path
+
     def spellings(self, path: bytes) -> Iterable[bytes]:
         """Yield the paths that a path may mean: itself, or that of the only image of this name with a suffix."""
         for slashed in dict.fromkeys((path, posixpath.normpath(path.replace(b"\\", b"/")))):

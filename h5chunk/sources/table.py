@@ -220,6 +220,10 @@ class TableSource(Samples):
     def _choose(self, path: Path, schema: Any) -> list[str]:
         chosen = self._options.columns
         columns = list(schema.names) if chosen is None else list(chosen)
+        if repeated := [name for name in columns if schema.names.count(name) > 1]:
+            raise SourceError(
+                f"{printable(path)}: two columns are called {printable(repeated[0])!r}: rename one of them"
+            )
         for name in [*columns, *(self._options.vector_except or ())]:
             if name not in schema.names:
                 raise OptionError(f"{printable(path)}: has no column {name!r}: it has {names_text(schema.names)}")

@@ -228,6 +228,7 @@ def test_forms_of_the_file(read: Read) -> None:
         ("path,n\n1.png,1\n,2\n", "line 3: column 'path' is empty: write the path of an image, or remove the line"),
         ("path,n\n1.png,1\n9.png,1\n", r"line 3: 9\.png does not exist in .*photos: correct the path"),
         ("path,n\n/etc/hostname,1\n", "line 2: path /etc/hostname is outside of the source"),
+        ("1.png 0\n2.png 1\n", "1.png 0 is not a column name: insert a header .*, and separate the columns by commas"),
         ("path,n\n../outside.png,1\n", r"line 2: path \.\./outside\.png is outside of"),
         ("path,n\nsub/../../outside.png,1\n", r"line 2: path \.\./outside\.png is outside of"),
         ("path,n\n.,1\n", r"line 2: path \. is outside of"),
@@ -294,7 +295,10 @@ def test_paths_without_suffix_and_from_windows(read: Read, tmp_path: Path) -> No
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("a/1.JPG", b"1")
     assert list(read("id\na\\1\n", source=tmp_path / "x.zip").names) == [b"a/1.JPG"]
-    (tmp_path / "photos" / "1.jpg").touch()
+    root = tmp_path / "photos"
+    assert list(read(f"path\n{root}/1.png\n{root}/sub/4\n").names) == [b"1.png", b"sub/4.png"]
+    check_refused(read, f"path\n{root}/../outside.png\n", "is outside of the source")
+    (root / "1.jpg").touch()
     check_refused(read, "id\n1\n", r"line 2: 1 does not exist")  # 1.png or 1.jpg
     check_refused(read, "path\n..\\outside.png\n", "is outside of the source")
 

@@ -450,6 +450,12 @@ def test_what_becomes_of_cells_below_the_first_lines_is_told(tmp_path: Path) -> 
     assert len(h5chunk.convert(tmp_path / "t.csv", tmp_path / "y.h5", format="table").notes) == 1
 
 
+def test_two_columns_of_one_name_are_an_error(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_arrays([pa.array([1.5]), pa.array([2.5])], ["a", "a"]), tmp_path / "t.parquet")
+    with pytest.raises(SourceError, match="two columns are called 'a': rename one"):
+        h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")
+
+
 def test_a_loader_of_a_file_with_strings(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1.5, 2.5], "word": ["x", "y"]}), tmp_path / "t.parquet")
     h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5")
