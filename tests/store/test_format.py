@@ -198,3 +198,14 @@ def test_a_file_that_is_being_written_to(tmp_path: Path) -> None:
             open_file(path)
     finally:
         os.close(descriptor)
+
+
+def test_a_file_that_a_program_writes_in_swmr_mode_is_refused_as_that(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w", libver="latest") as file:
+        file.create_dataset("images", (30, 4), "u1", maxshape=(None, 4))
+        file.swmr_mode = True
+        file.flush()
+        (tmp_path / "copy.h5").write_bytes(path.read_bytes())
+    with pytest.raises(FileError, match="a program is writing to the file, or did not close it"):
+        open_file(tmp_path / "copy.h5")

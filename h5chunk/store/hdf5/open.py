@@ -43,6 +43,11 @@ REASONS = (
         for number in NO_LOCKS
     ),
     ("unable to lock file", "the file is locked by another process that is writing to it: wait for that process"),
+    (
+        "already open for write",
+        "a program is writing to the file, or did not close it: wait for that program, or, if it has ended, use HDF5's "
+        "h5clear -s FILE",
+    ),
 )  # a part of HDF5's message for a file that cannot be opened, and the reason in h5chunk's message
 
 

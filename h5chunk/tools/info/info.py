@@ -484,7 +484,7 @@ def _describe(name: str, dataset: h5py.Dataset, path: Path, cache: CacheSettings
 
 def _verdict(dataset: h5py.Dataset, path: Path, grid: ChunkGrid, reads: int) -> str:
     if not grid.shape:
-        return SINGLE
+        return SINGLE if dataset.shape == () else "empty"
     if is_vlen(dataset):
         try:
             describe_vlen(dataset, path, "")
