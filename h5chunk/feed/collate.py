@@ -72,6 +72,9 @@ class Batch(list[Any]):
         others = [field[number] for field in (*fields[:first], *fields[first + 2 :])]
         return Sample([*others[:first], *own, *others[first:]])
 
+    def __radd__(self, before: list[Any]) -> list[Any]:
+        return before + list(self)
+
     def make(self, *, to_change: bool) -> None:
         """Make all samples, so that the methods of a list can read them, or change them."""
         if not self._is_made:
@@ -110,13 +113,15 @@ def _of_list(name: str, *, changes: bool) -> Callable[..., Any]:
 
     def call(self: Batch, *args: Any, **options: Any) -> Any:
         self.make(to_change=changes)
-        return method(self, *args, **options)
+        # a method of a list does not see the samples of a batch that has not made them
+        return method(self, *[list(value) if isinstance(value, Batch) else value for value in args], **options)
 
     return functools.update_wrapper(call, method)
 
 
 CHANGES = "__setitem__ __delitem__ __iadd__ __imul__ append clear extend insert pop remove reverse sort"
-READS = "__add__ __mul__ __rmul__ __contains__ __reversed__ __repr__ __eq__ __ne__ copy count index"
+READS = "__add__ __mul__ __rmul__ __contains__ __reversed__ __repr__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ copy "
+READS += "count index"
 for _name in (CHANGES + " " + READS).split():
     setattr(Batch, _name, _of_list(_name, changes=_name in CHANGES.split()))
 

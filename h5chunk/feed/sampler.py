@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import OptionError, count_text
 from h5chunk.feed.collate import TaggedBatch, check_numbering
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.nodes import find_nodes
@@ -221,6 +221,12 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     ) -> None:
         if not isinstance(dataset, ChunkDataset):
             raise OptionError(f"dataset is a {type(dataset).__name__}: pass a ChunkDataset, whose chunks are needed")
+        if len(dataset) != (stored := ChunkDataset.__len__(dataset)):
+            raise OptionError(
+                f"{type(dataset).__name__} has its own __len__, which returns {len(dataset)}, but an order has the "
+                f"{count_text(stored, 'sample')} of the file: select samples with dataset.subset(numbers), repeat them "
+                "with weights=, or pass shuffle=True to a DataLoader in place of a ChunkSampler"
+            )
         reader = dataset.new_reader()
         selection = _selection(reader, dataset, weights)
         if selection is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import NamedTuple
 
 import pytest
@@ -31,6 +33,18 @@ def test_a_batch_is_a_sequence_of_samples():
     assert (len(labels), names) == (4, ("a", "b", "c", "d"))
     with pytest.raises(IndexError):
         b[4]
+
+
+def test_batches_are_joined_as_lists():
+    first = batch()[0]
+    for joined in (
+        batch() + batch(),
+        batch() * 2,
+        functools.reduce(operator.add, [batch(), batch()], []),
+        [*batch(), *batch()],
+    ):
+        assert [sample[2] for sample in joined] == [*"abcdabcd"]
+    assert [sample[2] for sample in [first] + batch()] == [*"aabcd"]  # noqa: RUF005
 
 
 @pytest.mark.parametrize("function", [collate, default_collate, h5chunk.collate])

@@ -114,6 +114,16 @@ def test_what_cannot_be(dataset, wrong, message):
         ChunkSampler(dataset, **wrong)
 
 
+def test_an_own_length_is_refused(dataset):
+    class Longer(ChunkDataset):
+        def __len__(self):
+            return 1000
+
+    for make in (ChunkSampler, h5chunk.ChunkLoader):
+        with pytest.raises(OptionError, match="Longer has its own __len__, which returns 1000"):
+            make(Longer(dataset.path), 4)
+
+
 def test_what_is_no_chunk_dataset():
     with pytest.raises(OptionError, match="dataset is a TensorDataset: pass a ChunkDataset, whose chunks are needed"):
         ChunkSampler(TensorDataset(torch.zeros(3)), 2)

@@ -531,9 +531,44 @@ def test_what_was_not_seen_is_said(tmp_path):
         reports, ["without the options -I", "has imported torch", "no loop over a torch DataLoader"], strict=True
     ):
         assert text in report.stdout
+    code = "import os; from torch.utils.data import DataLoader\nfor i in DataLoader(range(9)): pass"
+    code += "\nos.kill(os.getpid(), 9)"
+    assert "killed before" in run("doctor", "--", sys.executable, "-c", code).stdout
     with h5chunk.doctor(loader := DataLoader(Quick(), 100)) as report:
         list(loader)
     assert "ended after 4 iterations" in str(report) and report.diagnosis is None
+
+
+FORKS = """
+    import multiprocessing, os, time, torch
+    from torch.utils.data import DataLoader
+
+    def train(batch_size, count):
+        for batch in DataLoader(torch.arange(count * batch_size), batch_size):
+            time.sleep(0.01)
+
+    train(4, 100)
+    process = multiprocessing.get_context("fork").Process(target=train, args=(64, 90))
+    process.start()
+    process.join()
+    if not os.fork():
+        train(512, 90)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_forks_are_measured_apart(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(FORKS))
+    seen = json.loads(run("doctor", "--json", "--", sys.executable, tmp_path / "train.py").stdout)["seen"]
+    assert seen["samples"] in (4, 64, 512) and len(seen["steps"]) <= 100
+
+
+def test_a_command_may_run_a_python_without_h5chunk(tmp_path):
+    code = "import subprocess, sys; print(subprocess.run([sys.executable, '-S', '-c', CODE], stderr=-1).stderr)"
+    code = code.replace("CODE", "'import sitecustomize'")
+    found = run("doctor", "--", sys.executable, "-c", code)
+    assert found.exit_code == 0 and "b''" in found.stdout
 
 
 class NoLength(IterableDataset):

@@ -39,7 +39,10 @@ try:
     import sitecustomize
 except ImportError:
     sys.modules["sitecustomize"] = own
-from h5chunk.tools.doctor.launch import start
+try:
+    from h5chunk.tools.doctor.launch import start
+except Exception:  # another Python, which does not have h5chunk
+    start = int
 start()
 """
 

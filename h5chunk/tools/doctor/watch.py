@@ -181,10 +181,13 @@ class Watch:
                 self.gpu.close()
         self.recorder.flush()
 
-    def begin_optimizer(self, *_: Any) -> None:
-        self._optimizing = clock()
+    def begin_optimizer(self) -> None:
+        if not torch.compiler.is_compiling():  # a compiled step of the optimizer contains no measurement
+            self._optimizing = clock()
 
-    def end_optimizer(self, *_: Any) -> None:
+    def end_optimizer(self) -> None:
+        if torch.compiler.is_compiling():
+            return
         now = clock()
         self.spent["optimizer"] += now - self._optimizing
         self.spent["optimizer_steps"] += 1
@@ -246,8 +249,8 @@ def install(folder: str, role: str = "main", **options: Any) -> Watch:
     _replace(reduction.ForkingPickler, "loads", _loads)
     _replace(torch.Tensor, "to", _copy, _is_on_cpu)
     _replace(torch.Tensor, "cuda", _copy, _is_on_cpu)
-    before = optimizer.register_optimizer_step_pre_hook(watch.begin_optimizer)
-    after = optimizer.register_optimizer_step_post_hook(watch.end_optimizer)
+    before = optimizer.register_optimizer_step_pre_hook(_begin_optimizer)
+    after = optimizer.register_optimizer_step_post_hook(_end_optimizer)
     _undo.extend([before.remove, after.remove])
     if "RANK" in os.environ:
         watch.recorder.keep("rank", int(os.environ["RANK"]))
@@ -255,7 +258,6 @@ def install(folder: str, role: str = "main", **options: Any) -> Watch:
     _apply(options.get("fix", {}))
     if "h5chunk.feed.loader" in sys.modules:
         watch_chunk_loader(sys.modules["h5chunk.feed.loader"])
-    atexit.register(watch.close)
     return watch
 
 
@@ -282,10 +284,31 @@ def remove() -> None:
     global _watch
     while _undo:
         _undo.pop()()
+    _close()
+    _watch = None
+
+
+@atexit.register
+def _close() -> None:
     if _watch is not None:
         _watch.close()
-        atexit.unregister(_watch.close)
-    _watch = None
+
+
+def _after_fork() -> None:
+    """Measure a fork of this process separately. `StartWorker` does it again, if that is a DataLoader's worker."""
+    global _watch
+    if _watch is not None:
+        with suppress(Exception):
+            _watch = Watch(_watch.folder, "main", _watch.options)
+
+
+def _close_at_end(_: Any = None) -> None:
+    util.Finalize(None, _close, exitpriority=100)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+_close_at_end()  # processes of multiprocessing do not run atexit handlers, and their forks forget these ones
+util.register_after_fork(Watch, _close_at_end)
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -411,7 +434,6 @@ class StartWorker:
             _watch = Watch(self.folder, f"worker{worker}", {})
         assert _watch is not None
         _watch.sampler.start()
-        util.Finalize(None, _watch.recorder.flush, exitpriority=100)  # workers do not run atexit handlers
 
 
 def _fetch(watch: Watch, self: Any, _indices: Any) -> Measurement:
@@ -498,6 +520,16 @@ def _copy(watch: Watch, self: Any, *_: Any, **__: Any) -> Measurement:
         watch.spent["copy"] += clock() - started
         watch.spent["copy_bytes"] += self.nbytes
         watch.spent["pageable_bytes"] += 0 if self.is_pinned() else self.nbytes
+
+
+def _begin_optimizer(*_: Any) -> None:
+    if _watch is not None:
+        _watch.begin_optimizer()
+
+
+def _end_optimizer(*_: Any) -> None:
+    if _watch is not None:
+        _watch.end_optimizer()
 
 
 def _backward(watch: Watch, *_: Any, **__: Any) -> Measurement:
