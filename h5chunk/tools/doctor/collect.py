@@ -72,7 +72,7 @@ def collect(folder: Path, loader: int | None = None, cached_step: tuple[float, f
     """
     processes = read_processes(folder)
     mains = [process for process in processes if process.rows["step"]]
-    if not mains and any(process.rows["loader"] for process in processes):
+    if not mains and any(process.rows["loader"] or process.rows["fetch"] for process in processes):
         raise SourceError("the training was killed before its first iterations were written, within half a second")
     if not mains:
         raise SourceError(why_nothing(folder))
