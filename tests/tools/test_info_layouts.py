@@ -457,6 +457,19 @@ def test_the_note_on_few_similar_datasets_reads_each_as_a_sample(
     assert not h5chunk.info("b.h5").notes
 
 
+@pytest.mark.parametrize(("name", "numbers"), [("offsets", [0, 2, 9, 12]), ("tok_len", [2, 7, 3])])
+def test_the_note_on_runs_of_rows_reads_each_as_a_sample(
+    name: str, numbers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fields(**{"tokens": np.arange(12), name: np.array(numbers)})(tmp_path / "a.h5")
+    (note,) = h5chunk.info("a.h5").notes
+    scope: dict[str, Any] = {"h5chunk": h5chunk}
+    exec(note.partition("rows: ")[2], scope)
+    assert len(scope["data"]) == 3
+    assert scope["data"][1][0].tolist() == list(range(2, 9))
+
+
 def test_genes_of_loom_files_are_not_taken_for_samples(tmp_path: Path) -> None:
     fields(matrix=np.zeros((5, 30)), row_attrs__Gene=np.arange(5), col_attrs__n=np.arange(30))(tmp_path / "a.loom")
     assert "genes are rows and cells are columns" in str(h5chunk.info(tmp_path / "a.loom"))

@@ -54,6 +54,7 @@ from h5chunk.tools.info.summary import (
     BATCH,
     IMAGES,
     SINGLE,
+    TRUSTED,
     VLEN,
     images_code,
     matlab_code,
@@ -69,6 +70,7 @@ from h5chunk.tools.report import python_text, shell_command
 PART_VALUES = 1 << 20  # values of a matrix that are read at a time
 LOOK_BYTES = 256 << 20  # the range of values is computed only for matrices with at most this size of values
 MIN_FILES, MAX_CHANNELS = 4, 4  # of a folder with an image per file
+RUNS = {"offsets": re.compile(r"(.*_)?(offsets|ptr|indptr|ptrs)"), "lengths": re.compile(r"(.*_)?(lengths?|lens?)")}
 EPISODE_ENDS = ("terminals", "timeouts", "dones", "done", "is_last", "is_terminal")
 LAYOUTS = {
     h5py.h5d.COMPACT: "compact",
@@ -372,10 +374,28 @@ def _find_code(
     ]
     if header is None and not matrices:
         notes += note_on_samples(datasets, argument, trusted=trusted)
+        notes += _notes_on_runs(argument, datasets, fields, trusted)
     if all(file.id.links.exists(name.encode()) for name in LOOM_MEMBERS):
         notes.append(LOOM)
     code = training_code(argument, fields, usual, images, trusted=trusted) if fields else []
     return Recognised("", fields, code, notes=notes)
+
+
+def _notes_on_runs(path: str, datasets: Sequence[DatasetInfo], fields: Sequence[str], trusted: bool) -> list[str]:
+    """Return a note if a dataset may divide the rows of the main field into samples. ``path`` is a Python literal."""
+    rows = {item.name: item.shape[0] for item in datasets if item.can_train}
+    for item in datasets if fields and fields[0] in rows else ():
+        folder, _, name = item.name.rpartition("/")
+        is_list = item.can_train and item.num_axes == 1 and np.dtype(item.dtype).kind in "iu"
+        if not is_list or folder != fields[0].rpartition("/")[0] or item.shape[0] >= rows[fields[0]]:
+            continue
+        for argument, pattern in RUNS.items():
+            if pattern.fullmatch(name.lower()):
+                runs = f"{argument}={{{python_text(fields[0])}: {python_text(item.name)}}}{TRUSTED if trusted else ''}"
+                names = _list_text(fields[:1])
+                code = f"data = h5chunk.ChunkDataset({path}, fields={names}, {runs})"
+                return [f"if {item.name!r} has the {argument} of samples that are runs of rows: {code}"]
+    return []
 
 
 def _episode_ends(datasets: Sequence[DatasetInfo], fields: Sequence[str]) -> dict[int, list[str]]:
