@@ -9,6 +9,7 @@ import numpy as np
 
 from h5chunk.errors import printable
 
+LABEL_COLUMNS = ("labels", "label")
 WHOLE = re.compile(rb"[+-]?[0-9]+")
 INFINITE = (b"inf", b"infinity")
 MIN_ROUNDED = 2.0**53  # float64 holds all integers below

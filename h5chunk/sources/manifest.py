@@ -34,7 +34,7 @@ import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, as_text, count_text, names_text, printable
 from h5chunk.source import ENDS_IN_NULL, Names
-from h5chunk.sources.cells import LostDigitsError, note_zeros, typed
+from h5chunk.sources.cells import LABEL_COLUMNS, LostDigitsError, note_zeros, typed
 from h5chunk.sources.container import Folder
 from h5chunk.sources.kinds import ImageSourceOptions
 from h5chunk.sources.listing import EXTENSIONS, Listing, ReportFound, Tree, check_source, sort_and_label
@@ -46,7 +46,6 @@ from h5chunk.stamp import stamp_of
 
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "image", "image_id", "image_path")
 FILE_NAME = "file_name"  # suffix of the names of Hugging Face's columns of paths
-LABEL_COLUMNS = ("labels", "label")
 RESERVED = ("images", "h5chunk")
 MAX_STRING_BYTES = 4096
 MORE = "\0"  # in a problem: where the number of other lines with it is inserted

@@ -4,6 +4,7 @@
 | --- | --- |
 | numbers, bool | a column of that type; bool is uint8 |
 | strings, if some repeat and at most 50 are distinct | categories: int64 codes, with their names |
+| strings called ``label`` or ``labels``, if each repeats on average | categories |
 | other strings | UTF-8, as fixed-length bytes as long as the longest, at most 4096 bytes |
 | Arrow's dictionaries, Hugging Face's class labels | categories |
 | lists of numbers, all of the same length | vectors |
@@ -49,7 +50,7 @@ from h5chunk.errors import (
 )
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import compute, has_type, parquet, pyarrow
-from h5chunk.sources.cells import may_be_lost
+from h5chunk.sources.cells import LABEL_COLUMNS, may_be_lost
 from h5chunk.sources.kinds import ImageOptions, TableOptions, TextOptions
 from h5chunk.sources.matrix.dialect import is_number
 from h5chunk.sources.options import flag_of
@@ -331,6 +332,8 @@ class TableSource(Samples):
     def _encode_categories(self, name: str, values: np.ndarray) -> np.ndarray:
         """Return the values of a column, with strings as category codes if few of them are distinct."""
         few = 1 < len(self._columns[name].words) <= min(MAX_CATEGORIES, self._num_rows - 1)
+        if name.lower() in LABEL_COLUMNS and values.dtype.kind == "S":
+            few |= 1 < len(np.unique(values)) <= self._num_rows // 2
         if self._categories.get(name, [] if few else None) != []:
             return values.astype(field_dtype(name, values.dtype), copy=False)
         words, counts = np.unique(np.delete(values, self._empty.get(name, [])), return_counts=True)

@@ -450,6 +450,16 @@ def test_what_becomes_of_cells_below_the_first_lines_is_told(tmp_path: Path) -> 
     assert len(h5chunk.convert(tmp_path / "t.csv", tmp_path / "y.h5", format="table").notes) == 1
 
 
+def test_text_labels_are_classes_however_many_there_are(tmp_path: Path) -> None:
+    words = [f"breed{i % 90:02d}" for i in range(200)]
+    pq.write_table(pa.table({"label": words, "word": words}), tmp_path / "t.parquet")
+    h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", shuffle=False)
+    labels = read_back(tmp_path / "x.h5", ["label"])["label"]
+    assert labels.tolist() == [i % 90 for i in range(200)]
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert file["word"].dtype.kind == "S" and len(file["h5chunk/categories/label"]) == 90
+
+
 def test_two_columns_of_one_name_are_an_error(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_arrays([pa.array([1.5]), pa.array([2.5])], ["a", "a"]), tmp_path / "t.parquet")
     with pytest.raises(SourceError, match="two columns are called 'a': rename one"):
