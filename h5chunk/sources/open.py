@@ -42,7 +42,9 @@ def find_kind(source: Any, kind: str | None = None) -> Any:
         if candidate.recognises(source, head):
             return candidate
     if not is_path(source):
-        listed = ", or a list of what it yields" if hasattr(source, "__iter__") else ""
+        listed = ", or a list of the samples that it yields" if hasattr(source, "__iter__") else ""
+        if hasattr(source, "dataset"):  # a DataLoader yields batches
+            listed = f", such as the attribute dataset of this {type(source).__name__}"
         raise SourceError(
             f"an object of type {type(source).__name__} cannot be converted: pass a path, arrays or a data set{listed}"
         )

@@ -172,6 +172,8 @@ def test_names_of_files_are_never_stored_in_place_of_their_contents(tmp_path: Pa
         "bytes": [path.encode() for path in paths],
         "generator": (path for path in paths),
     }[form]
-    with pytest.raises(SourceError, match=r"names of files, such as|can be listed: |or a list of what it yields"):
+    with pytest.raises(
+        SourceError, match=r"names of files, such as|can be listed: |or a list of the samples that it yields"
+    ):
         convert(source, tmp_path / "x.h5")
     assert not (tmp_path / "x.h5").exists()

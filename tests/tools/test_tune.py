@@ -244,6 +244,8 @@ def test_sorted_labels_are_flagged(tmp_path, options, num_classes):
     found = h5chunk.tune(images_file(tmp_path / "a.h5", labels, **options), **QUICK)
     check_advice(found, "labels_clustered")
     assert "--shuffle" in next(each for each in found.advice if each.code == "labels_clustered").remedy
+    rewrites = {*found.commands, *(each.remedy for each in found.advice if each.remedy.startswith("h5chunk repack"))}
+    assert len(rewrites) == 1, "commands that write the same file"
 
 
 def test_a_large_sorted_file_is_shuffled_on_disk(tmp_path):

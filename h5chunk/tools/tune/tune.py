@@ -226,10 +226,14 @@ def _report(search: Search, small: str, min_batch: float, memory_bytes: int) -> 
     setting, in_place = search.finalists[chosen], search.finalists[unchanged]
     rewritten = search.finalists.get(NEW)
     best_new = None if rewritten is None or rewritten.shuffle else rewritten
-    repack, shuffle = rewrite_command(study, best_new), rewrite_command(study, shuffle=True)
+    repack, shuffle = rewrite_command(study, best_new), rewrite_command(study, best_new, shuffle=True)
     commands = [rewrite_command(study, setting, shuffle=setting.shuffle)] if setting.repack else []
     if commands and setting.shuffle:
         repack = shuffle = commands[0]
+    advice = find_advice(study, search.trials[search.today].effective_batch, chosen == NEW, repack, shuffle)
+    if shuffle in (each.remedy for each in advice):  # one command for everything, because all write the same file
+        advice = [replace(each, remedy=shuffle) if each.remedy == repack else each for each in advice]
+        commands = [shuffle for _ in commands]
     return Recommendation(
         setting=setting,
         cache=astuple(cache_of(setting, facts, 1)),
@@ -245,7 +249,7 @@ def _report(search: Search, small: str, min_batch: float, memory_bytes: int) -> 
         rows=[*(_row(search, name) for name in search.finalists), *_plain_rows(search)],
         chunk_cache=_describe_cache(search),
         advice=[
-            *find_advice(study, search.trials[search.today].effective_batch, chosen == NEW, repack, shuffle),
+            *advice,
             *advise_images(study, max(statistics.median(turns) for turns in search.turns.values())),
         ],
         commands=commands,
