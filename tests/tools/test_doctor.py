@@ -571,6 +571,14 @@ def test_a_command_may_run_a_python_without_h5chunk(capfd):
     assert found.exit_code == 0 and "b''" in capfd.readouterr().out
 
 
+def test_the_loop_is_no_part_of_making_a_batch():
+    with h5chunk.doctor(loader := DataLoader(TensorDataset(torch.zeros(80_000, 4)), 50)) as report:
+        for _ in loader:
+            pass
+    places = [line.place for line in report.seen.lines if line.stage != "step"]
+    assert not any(places)
+
+
 class NoLength(IterableDataset):
     def __iter__(self):
         return iter(range(200))

@@ -42,6 +42,7 @@ WORDS = {  # words in lines that call C functions, which have no Python frame
     DECODING: r"decode|imread|decompress|Image\.open|\.convert\(",
     READING: r"\bopen\(|\.read\w*\(|np\.load\(|torch\.load\(|fromfile\(|pread|read_bytes",
 }
+LOADER = "torch/utils/data/dataloader.py"  # the loop over a loader without workers calls it
 _LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OWN_FOLDER = str(Path(__file__).parents[2])
 
@@ -57,10 +58,13 @@ def line_of(frame: FrameType) -> int:
     return frame.f_lineno or frame.f_code.co_firstlineno
 
 
-def caller(frame: FrameType | None) -> str:
-    """Return the innermost line of the user's code as ``file:line``; empty if there is none."""
+def caller(frame: FrameType | None, *, within: str = "") -> str:
+    """Return the innermost line of the user's code as ``file:line``; empty if there is none.
+
+    ``within`` is the end of a file's name: lines of code that called the functions of this file do not count.
+    """
     while frame is not None and is_library(frame.f_code.co_filename):
-        frame = frame.f_back
+        frame = None if within and frame.f_code.co_filename.endswith(within) else frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{line_of(frame)}"
 
 
@@ -210,7 +214,8 @@ class Sampler:
             if (stage := self.stage) and frame is not None:
                 stage = stage_of(frame) if stage == "fetch" else stage
                 busy, library = min(1.0, (cpu - used) / max(1e-9, now - last)), is_library(frame.f_code.co_filename)
-                self._recorder.keep("line", stage, caller(frame), busy, library)
+                place = caller(frame, within="" if stage == "step" else LOADER)
+                self._recorder.keep("line", stage, place, busy, library)
                 if busy < MAX_BUSY:
                     self._find_holder(busy)
             del frame
