@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from h5chunk.errors import OptionError
 
@@ -15,11 +17,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def expanded(path: Any) -> Any:
-    """Expand ``~`` or ``~user`` at the start of a path, unless there is a file of that name. Others are returned as is.
+    """Expand ``~`` or ``~user`` at the start of a path, unless there is a file of that name.
+
+    The URL of a local file becomes its path. Others are returned as is.
 
     >>> expanded("~/data.h5") == os.path.expanduser("~/data.h5"), expanded("data.h5"), expanded("~")
     (True, 'data.h5', '~')
+    >>> expanded("file:///data/my%20images.h5")
+    '/data/my images.h5'
     """
+    if isinstance(path, str) and re.match(r"file://(localhost)?/", path):
+        return unquote(path.removeprefix("file://").removeprefix("localhost"))
     if isinstance(path, (str, os.PathLike)) and str(path).startswith("~") and "/" in str(path):
         whole = os.path.expanduser(path)
         return path if os.path.lexists(path) else type(path)(whole) if isinstance(path, Path) else whole

@@ -42,10 +42,10 @@ def is_cut_url(path: object) -> bool:
 def hint_for_url(path: object) -> str:
     """Return a hint for the error about a missing file, if its path is a URL with an unsupported scheme; else "".
 
-    >>> hint_for_url("ftp:/host/a.h5")[:30], hint_for_url("photos.h5")
+    >>> hint_for_url("/folder/ftp:/host/a.h5")[:30], hint_for_url("photos.h5")
     (' (URLs with ftp:// are not rea', '')
     """
-    match = re.match(r"([a-z][a-z0-9+.-]+):/", str(path))
+    match = re.search(r"(?:^|/)([a-z][a-z0-9+.-]+):/", str(path))  # also in a path that was made absolute
     if match is None or match[1] in SCHEMES:
         return ""
     return f" (URLs with {match[1]}:// are not read: use {', '.join(SCHEMES)}, or download the file)"

@@ -230,6 +230,9 @@ def test_paths_with_a_tilde_and_after_chdir(tmp_path: Path, monkeypatch: pytest.
             tool(Path("~/a.h5"))
     relative = h5chunk.ChunkDataset("a.h5")
     (tmp_path / "other").mkdir()
+    assert len(h5chunk.ChunkDataset((tmp_path / "a.h5").as_uri())) == 40
+    with pytest.raises(h5chunk.FileError, match="URLs with ftp:// are not read"):
+        h5chunk.ChunkDataset("ftp://host/a.h5")
     monkeypatch.chdir(tmp_path / "other")
     assert relative[39][1] == 39
     with h5chunk.ChunkLoader(relative, 8) as loader:
