@@ -483,3 +483,18 @@ def test_the_printed_lengths_end_episodes_at_every_mark(tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         exec(note.partition("such as ")[2].partition(", and pass")[0], {"file": file, "np": np})
         assert file["lengths"][:].tolist() == [10, 5, 5, 10]
+
+
+@pytest.mark.parametrize(("pattern", "count"), [("traces/{}/data", 50), ("data/demo_{}", 6), ("vol{}/raw", 3)])
+def test_notes_on_few_similar_datasets_read_all_of_them(tmp_path: Path, pattern: str, count: int) -> None:
+    with h5py.File(tmp_path / "few.h5", "w") as file:
+        for i in range(count):
+            file[pattern.format(i)] = np.zeros((40 + i, 3, 4), "f4")
+    notes = [note for note in h5chunk.info(tmp_path / "few.h5").notes if "data = " in note]
+    lengths = []
+    for note in notes:
+        found: dict[str, Any] = {"h5chunk": h5chunk}
+        exec(note[note.index("data = ") :], found)
+        lengths.append(len(found["data"]))
+    num_windows = sum(40 + i - 15 for i in range(count))
+    assert lengths == ([count] if pattern.startswith("data") else [count, num_windows])

@@ -18,7 +18,7 @@ MAX_FIELDS = 8  # fields in the line of Python
 BATCH = 64
 MIN_SIDE, PATCH = 32, 64  # smallest side of a volume, and largest side of the patches that are suggested
 MIN_SAMPLES = 100  # fewer similar datasets are not regarded as samples
-FEW_SAMPLES = 9  # but a note says how to read them if they are
+FEW_SAMPLES = 9  # but a note says how to read them if they are; also how to read fewer that differ in length
 LOOKED_AT = 1000  # datasets from which the paths of samples are guessed
 PARTS = ("action", "observations/")  # beginnings of the names of fields in the file of an episode
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of the datasets that suit training, by name
@@ -212,9 +212,15 @@ def recognise(
 
 def note_on_samples(datasets: Sequence[DatasetInfo], path: str, *, trusted: bool = False) -> list[str]:
     """Return a note on how to read similar datasets that may be samples, or may be fields with samples as rows."""
-    patterns, _ = _keyed(datasets, FEW_SAMPLES)
-    code = _keyed_code(patterns, path, TRUSTED if trusted else "")
-    return [f"if each of the similar datasets is one sample instead: {code}"] if patterns else []
+    patterns, _ = _keyed(datasets, 2)
+    if not patterns:
+        return []
+    more = TRUSTED if trusted else ""
+    notes = [f"if each of the similar datasets is one sample instead: {_keyed_code(patterns, path, more)}"]
+    if not any(pattern.endswith("*") for pattern in patterns):  # episodes are groups
+        fields = ", ".join(f"{python_text(pattern.split('/')[-1])}: {python_text(pattern)}" for pattern in patterns)
+        notes.append(f"if each is an episode of time steps: data = h5chunk.Windows({path}, {{{fields}}}, 16{more})")
+    return notes
 
 
 def _keyed_code(patterns: Sequence[str], path: str, more: str) -> str:
@@ -250,8 +256,10 @@ def _keyed(datasets: Sequence[DatasetInfo], min_samples: int = MIN_SAMPLES) -> t
         return [], []
     main = max(largest, key=lambda pattern: largest[pattern])
     shapes = {item.shape for item in alike[main].values()}
-    if most < MIN_SAMPLES and len(shapes) == 1 and all(len(shape) == 1 for shape in shapes):
-        return [], []  # columns of a table
+    if most < (MIN_SAMPLES if all(len(shape) == 1 for shape in shapes) else FEW_SAMPLES) and len(shapes) == 1:
+        return [], []  # columns of a table, or fields of one shape
+    if most < FEW_SAMPLES and not all(re.search(r"\d", name) for name in alike[main]):
+        return [], []  # fields of different lengths
     own = {
         pattern: of
         for pattern, of in alike.items()
