@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas
 import pyarrow
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -198,10 +199,14 @@ def test_leading_zeros_make_an_id_a_word(tmp_path):
     assert entries(opened(tmp_path / "r.csv", b"1,007,3\n1,7,4\n"))[1].tolist() == [b"007", b"7"]
 
 
-def test_words_may_not_be_empty(tmp_path):
-    source = opened(tmp_path / "r.csv", b"user,item,rating\na,b,1\na,,1\n")
-    with pytest.raises(SourceError, match="line 3: column 'item' is empty: 'a,,1'"):
+def test_words_may_not_be_empty(tmp_path, monkeypatch):
+    source = opened(tmp_path / "r.csv", b"user,item,rating\na,b,1\na,,1\n,,\nc,007,2\n")
+    with pytest.raises(SourceError, match="line 3: column 'item' is empty: 'a,,1'") as caught:
         entries(source)
+    monkeypatch.chdir(tmp_path)
+    remedy = re.search(r"leave them out: (pandas.*)\)$", str(caught.value))
+    exec(remedy[1], {"pandas": pandas})
+    assert entries(open_source(tmp_path / "complete.csv"))[1].tolist() == [b"b", b"007"]
 
 
 def test_long_words_do_not_take_memory_out_of_proportion(tmp_path):

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from h5chunk.errors import OptionError, count_text, names_text
+from h5chunk.errors import OptionError, count_text, names_text, printable
 from h5chunk.source import OpenContext
 from h5chunk.sources.arrow import byte_lengths, pyarrow, to_fixed_bytes
 from h5chunk.sources.cells import WHOLE, check_floats, may_be_lost
@@ -305,6 +305,17 @@ class DelimitedSource(TextSource):
             self._refuse_cell(line, text, part, number, cells)
         self._text.fail(f"cannot be read: {quoted}", line)
 
+    def _hint_for_empty_cells(self) -> str:
+        """Return the call of pandas that leaves out the lines that lack an id or a value, if it reads this format."""
+        if not self.header or len(self._dialect.separator) > 1:
+            return " (complete or remove such lines)"
+        needed = [self.header[number] for part, number in self._columns.items() if part != "time"]
+        separator = "" if self._dialect.separator == b"," else f", sep={self._dialect.separator.decode()!r}"
+        return (
+            f" (complete such lines, or leave them out: pandas.read_csv({printable(self.path)!r}{separator}, dtype=str)"
+            f".dropna(subset={needed!r}).to_csv('complete.csv', index=False))"
+        )
+
     def _refuse_cell(self, line: int, text: bytes, part: str, number: int, cells: list[bytes]) -> None:
         """Raise a SourceError that says what is wrong with a cell, if it is invalid."""
         cell, kind = cells[number], self._types[part]
@@ -312,7 +323,7 @@ class DelimitedSource(TextSource):
         name = f"{part} {label!r}" if self.header else part
         problem = ""
         if not cell.strip():
-            self._text.fail(f"{name} is empty: {quote_line(text)}", line)
+            self._text.fail(f"{name} is empty: {quote_line(text)}{self._hint_for_empty_cells()}", line)
         if kind == pyarrow.string():
             if len(cell) > MAX_ID_BYTES:
                 self._text.fail(f"{name} takes {len(cell)} bytes but the limit for an id is {MAX_ID_BYTES}", line)
