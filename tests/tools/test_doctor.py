@@ -14,6 +14,7 @@ import textwrap
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -410,7 +411,8 @@ def test_a_training_that_fails_makes_doctor_fail_unless_doctor_ended_it(tmp_path
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_the_training_and_the_processes_of_its_shell(tmp_path, number):
     code = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(100)"
-    process = start("--", "bash", "-c", f'{sys.executable} -c "{code}"; sleep 100', cwd=tmp_path)
+    handled = partial(signal.signal, number, signal.SIG_DFL)  # not ignored, as under nohup
+    process = start("--", "bash", "-c", f'{sys.executable} -c "{code}"; sleep 100', cwd=tmp_path, preexec_fn=handled)
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     with process:
         process.send_signal(number)
