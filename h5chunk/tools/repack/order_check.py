@@ -41,21 +41,7 @@ ROWS_OF_OTHERS = {"neighbors", "neighbours", "knn", "parent", "parents", "next",
 ROWS_OF_OTHERS |= {"order", "perm", "permutation", "duplicate", "duplicates", "match", "matches", "partner", "partners"}
 ROWS_OF_OTHERS |= {"anchor", "anchors", "positive", "positives", "negative", "negatives"}
 INDEXES = {"idx", "idxs", "index", "indices", "indexes", "ind", "inds", "row", "rows", "pairs", "members", "selected"}
-RUNS = {
-    "start",
-    "starts",
-    "end",
-    "ends",
-    "stop",
-    "stops",
-    "offset",
-    "offsets",
-    "ptr",
-    "indptr",
-    "begin",
-    "boundary",
-    "first",
-}
+RUNS = {"start", "starts", "begin", "end", "ends", "stop", "stops", "offset", "offsets", "ptr", "indptr", "boundary"}
 SPANS = {"span", "spans", "slice", "slices", "segments", "intervals"}
 RUNS |= {"first", "boundaries", "lengths", "counts", "sizes"} | SPANS
 SPLITS = {"split", "splits", "train", "training", "test", "testing", "val", "validation", "dev", "fold", "folds"}
