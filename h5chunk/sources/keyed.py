@@ -72,7 +72,9 @@ class KeyedSource(Samples):
             raise SourceError(
                 f"{printable(path)}: is an HDF5 file, but neither .h5ad nor 10x .h5: if the rows of its datasets are "
                 "samples, use h5chunk repack; if each sample is a dataset, pass their paths as a pattern, such as "
-                "h5chunk convert --samples 'traces/*/data' (h5chunk info prints code that loads samples in the file)"
+                "h5chunk convert --samples 'traces/*/data'; for columns of a table, pass arrays in Python: "
+                "h5chunk.convert({'pt': file['TABLE']['pt']}, OUTPUT) (h5chunk info prints code that loads samples in "
+                "the file)"
             )
         patterns, attributes = parse_patterns(options.samples), options.attributes or ()
         try:

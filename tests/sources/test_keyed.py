@@ -12,6 +12,7 @@ import pytest
 from support.commands import run
 
 import h5chunk
+from h5chunk.errors import SourceError
 
 RNG = np.random.default_rng(0)
 COUNT = 37
@@ -163,3 +164,16 @@ def test_a_loom_file_is_told_how_to_be_converted(tmp_path):
         h5chunk.SourceError, match="is a loom file, in which genes are rows and cells are columns: save its cells"
     ):
         h5chunk.convert(tmp_path / "a.loom", tmp_path / "x.h5")
+
+
+def test_columns_of_a_table_are_converted_in_python(tmp_path: Path) -> None:
+    """As the error about the file says."""
+    table = np.zeros(30, [("pt", "f4"), ("label", "i8")])
+    table["pt"] = np.arange(30)
+    with h5py.File(tmp_path / "events.h5", "w") as file:
+        file["events"] = table
+    with pytest.raises(SourceError, match=r"h5chunk\.convert\(\{'pt': file\['TABLE'\]\['pt'\]\}, OUTPUT\)"):
+        h5chunk.convert(tmp_path / "events.h5", tmp_path / "o.h5")
+    with h5py.File(tmp_path / "events.h5") as file:
+        h5chunk.convert({"pt": file["events"]["pt"]}, tmp_path / "o.h5", shuffle=False)
+    assert h5chunk.ChunkDataset(tmp_path / "o.h5").values("pt").tolist() == list(range(30))
