@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import h5chunk
 from h5chunk.errors import FileError, MissingPackageError, OptionError, OutputError
 from h5chunk.remote import client
-from h5chunk.remote.pages import Pages
+from h5chunk.remote.pages import PAGE, Pages
 
 pytest.importorskip("obstore")
 
@@ -624,6 +624,21 @@ def test_a_table_of_pages_that_cannot_be_written_is_an_error(photos, tmp_path):
             pages.put(absent, absent + 1, b"")
         assert not pages.present()[absent]
         pages.close()
+
+
+def test_pages_that_are_kept_stay_kept_when_they_are_fetched_again(photos, tmp_path):
+    """With the pages around them, by another process that found those absent."""
+    with served(photos) as server:
+        h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_dir=tmp_path)
+    (table,) = tmp_path.rglob("pages")
+    pages = Pages(table.parent)
+    kept = pages.present().index(2)
+    absent = pages.present().index(0, kept)
+    pages.put(kept, absent + 1, photos.read_bytes()[kept * PAGE : (absent + 1) * PAGE])
+    assert pages.present()[kept] == 2 and pages.present()[absent] == 1
+    pages.free([(kept, absent + 1)])
+    assert pages.present()[kept] == 2 and pages.present()[absent] == 0
+    pages.close()
 
 
 def test_a_node_fetches_only_its_own_chunks(photos, tmp_path, monkeypatch):

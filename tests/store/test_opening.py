@@ -269,3 +269,16 @@ def test_what_only_this_version_of_hdf5_refuses_is_not_called_damaged(tmp_path: 
         with pytest.raises(h5chunk.FileError, match=r'PureHDF.*pip install "h5py<3\.16"') as refused:
             tool(tmp_path / "a.h5")
         assert "damaged" not in str(refused.value)
+
+
+def test_an_error_in_the_second_half_of_a_sample_names_it(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number in range(6):
+            file[f"t/{number}/x"] = np.arange(1000.0)
+        end = file["t/3/x"].id.get_offset() + 6000
+    fields, _ = direct_fields(h5chunk.Keyed(tmp_path / "a.h5", "t/*/x")._reader)
+    rows, data = np.arange(6), (tmp_path / "a.h5").read_bytes()
+    (tmp_path / "cut.h5").write_bytes(data[:end])
+    with (tmp_path / "cut.h5").open("rb") as cut, pytest.raises(h5chunk.FileError, match="'t/3/x'"):
+        for task in fields["x"].tasks(rows, rows, np.empty((6, 8000), np.uint8)):
+            task(cut.fileno())
