@@ -31,7 +31,7 @@ AS_PICTURES = "pass --mask-column none (in Python, mask_column=())"
 
 
 class Seen(NamedTuple):
-    """What one image shows of its kind."""
+    """Properties of one image that tell masks from pictures."""
 
     mode: str
     size: tuple[int, ...]  # height and width

@@ -16,6 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import cloudpickle
+
 from h5chunk import errors
 from h5chunk.errors import FileError, OptionError, OutputError, printable
 from h5chunk.remote.mirror import NO_OPTIONS, download, exists, list_url, put, remove
@@ -106,8 +108,6 @@ class SharedFolder:
 
     def save_job(self, job: Any) -> str:
         """Save the job that all tasks share in a file, and return its name. Raises OptionError if pickling fails."""
-        import cloudpickle
-
         try:
             data = cloudpickle.dumps(job)
         except Exception as error:  # pickle raises errors of many types

@@ -5,7 +5,7 @@ from __future__ import annotations
 import h5py
 import numpy as np
 
-MAX_LISTED = 8  # columns of a table that a message lists
+from h5chunk.errors import names_text
 
 
 def type_problem(dtype: np.dtype) -> str:
@@ -26,9 +26,8 @@ def type_problem(dtype: np.dtype) -> str:
             "which torch.view_as_complex converts back"
         )
     if dtype.names:
-        names = ", ".join(dtype.names[:MAX_LISTED]) + (", ..." if len(dtype.names) > MAX_LISTED else "")
         return (
-            f"is a table with the columns {names}, but a field is one dataset: copy the columns of it (x) to datasets, "
-            f"such as file['NEW'] = x[{dtype.names[0]!r}]"
+            f"is a table with the columns {names_text(dtype.names)}, but a field is one dataset: copy the columns of "
+            f"it (x) to datasets, such as file['NEW'] = x[{dtype.names[0]!r}]"
         )
     return f"has the type {dtype}, but a field needs numbers or strings of fixed length: leave it out"
