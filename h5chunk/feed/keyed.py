@@ -18,8 +18,7 @@ from h5chunk.feed.sample_reader import SampleTransforms
 from h5chunk.feed.stored_tables import decoded
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.store.hdf5.attributes import join_columns
-from h5chunk.store.hdf5.keyed_index import FieldIndex
-from h5chunk.store.hdf5.patterns import parse_samples
+from h5chunk.store.hdf5.keyed_index import FieldIndex, parse_patterns
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths, list_data_files
 from h5chunk.store.read.fileset import FileSet
@@ -87,7 +86,7 @@ class Keyed(ChunkDataset):
         trusted: bool = False,
         progress: Callable[[str, int, int | None], None] | None = None,
     ) -> None:
-        patterns = {name: str(each) for name, each in parse_samples("pattern", pattern).items()}
+        patterns = parse_patterns(pattern)
         if isinstance(attributes, str) or not all(isinstance(name, str) for name in attributes):
             raise OptionError(f"attributes is {attributes!r}: pass a list of names")
         defaults = dict(attributes) if isinstance(attributes, Mapping) else dict.fromkeys(attributes)

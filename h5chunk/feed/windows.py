@@ -137,7 +137,7 @@ class Windows(ChunkDataset):
         borders = borders_of(frames)
         for kind, dataset in given.items():
             borders = find_borders(frames, kind, dataset, trusted)
-        self._episode_names = [*map(str, range(len(borders) - 1))] if given else episode_names(frames)
+        self._episode_names = [*map(str, range(len(borders) - 1))] if given else episode_names(frames, fields)
         anchors = _anchors(frames, borders, steps, padding)
         self._reader = reader = WindowReader(
             frames, anchors, borders, steps | dict.fromkeys(goals, LAST), futures, seed

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -18,7 +19,6 @@ from h5chunk.errors import FieldError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import follow, opened
-from h5chunk.store.hdf5.patterns import Match, Pattern, find_matches
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.encoded import EncodedField
 from h5chunk.store.read.fields import Field, FrameDataset, FrameDecoder
@@ -32,13 +32,11 @@ class EpisodeFile(H5Reader):
 
     ``starts_of`` has, for each field that is not encoded, the offset in the file at which each episode begins, or -1 if
     it is unknown.
-    ``offsets`` has, for each uncompressed field, the offset of each row. All are int64. ``names`` are the names of the
-    episodes.
+    ``offsets`` has, for each uncompressed field, the offset of each row. All are int64.
     """
 
-    def __init__(self, episodes: FileSet, names: Sequence[str]) -> None:
+    def __init__(self, episodes: FileSet) -> None:
         self.episodes, first = episodes, episodes.readers[0]
-        self.names = names
         self.path, self.stamp, self.header, self.sums = first.path, first.stamp, first.header, {}
         self.trusted, self.checksums = first.trusted, first.checksums
         self.fields, self.main, self.ragged = episodes.fields, episodes.main, episodes.ragged
@@ -79,20 +77,28 @@ class EpisodeFile(H5Reader):
 
 
 def open_episodes(
-    file: Path, patterns: Mapping[str, Pattern], decoder: FrameDecoder, trusted: bool, checksums: str
+    file: Path, parent: str, suffixes: Mapping[str, str], decoder: FrameDecoder, trusted: bool, checksums: str
 ) -> EpisodeFile:
-    """Open what the ``*`` in the path of each field match in a file as episodes.
+    """Open the members of the group ``parent`` of a file as episodes.
 
-    JPEG and PNG images are decoded by ``decoder``. Raises FieldError if there is no episode, or if an episode lacks a
-    field or has fields that differ in length.
+    ``suffixes`` has, for each field, the path of its dataset in an episode, such as ``/obs/image``. JPEG and PNG images
+    are decoded by ``decoder``. Raises FieldError if there is no episode, or if an episode lacks a field or has fields
+    that differ in length.
     """
+    where = f"{printable(file)}: {parent.rstrip('/') or '/'!r}"
     with opened(file) as handle:
         guard = Guard(file, trusted)
-        matches = {name: find_matches(handle, guard, pattern) for name, pattern in patterns.items()}
+        group = guard.find(handle, parent or "/")
+        if not isinstance(group, h5py.Group):
+            raise FieldError(f"{where} is not a group: name the group that contains the episodes, as in data/*/obs")
+        names = sorted((name for name in group if isinstance(name, str)), key=_by_value)
+        if not names:
+            raise FieldError(f"{where} is an empty group: name the group that contains the episodes, as in data/*/obs")
         readers: list[H5Reader] = []
         starts: list[dict[str, int]] = []
         types: dict[str, Any] = {}
-        for fields in _by_episode(file, matches):
+        for name in names:
+            fields = {field: f"{parent}{name}{suffix}" for field, suffix in suffixes.items()}
             alike = _open_like_first(readers[0], types, handle, fields) if readers else None
             if alike is None:
                 datasets = {field: FrameDataset(dataset, decoder) for field, dataset in fields.items()}
@@ -100,25 +106,10 @@ def open_episodes(
                 types = types or {name: handle[field.dataset].id.get_type() for name, field in alike[0].fields.items()}
             readers.append(alike[0])
             starts.append(alike[1])
-    episodes = EpisodeFile(FileSet(readers, file), [match.name for match in next(iter(matches.values()))])
-    rows = [field for field in patterns if not isinstance(episodes.fields[field], EncodedField)]
+    episodes = EpisodeFile(FileSet(readers, file))
+    rows = [field for field in suffixes if not isinstance(episodes.fields[field], EncodedField)]
     episodes.starts_of = {field: np.array([each.get(field, -1) for each in starts]) for field in rows}
     return episodes
-
-
-def _by_episode(file: Path, matches: Mapping[str, Sequence[Match]]) -> Iterator[dict[str, str]]:
-    """Yield the datasets of each episode, by field. Raises FieldError if a field has other episodes than the first."""
-    first, *others = matches
-    expected = [match.texts for match in matches[first]]
-    for name in others:
-        if odd := {*expected} ^ {match.texts for match in matches[name]}:
-            raise FieldError(
-                f"{printable(file)}: only some of the fields have the episode {printable('/'.join(min(odd)))!r}"
-            )
-    yield from (
-        {name: match.path for name, match in zip(matches, own, strict=True)}
-        for own in zip(*matches.values(), strict=True)
-    )
 
 
 def _open_like_first(
@@ -155,3 +146,8 @@ def _open_like_first(
     reader.num_samples = reader.main.grid.shape[0]
     reader.starts = np.array([0, reader.num_samples])
     return reader, places
+
+
+def _by_value(name: str) -> list[Any]:
+    """Return a sort key that compares the numbers in names by value."""
+    return [(int(part), "") if number % 2 else (-1, part) for number, part in enumerate(re.split(r"(\d+)", name))]
