@@ -27,8 +27,8 @@ from h5chunk.store.read.checksums import OFF, PIECE_BYTES
 from h5chunk.store.read.direct import ByteReader, is_small_field
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.ragged import ImagesField
-from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, direct_fields, read_amplification
+from h5chunk.store.read.source import Source
 from h5chunk.store.read.windows import WindowReader
 from h5chunk.transforms import BATCH_TRANSFORMS, Converter, Transforms
 from h5chunk.transforms.any_size import AnySizeConverter
@@ -45,7 +45,7 @@ DECODING_BYTES = 1 << 30  # limit on memory for decoding, which bounds the defau
 class DataSource:
     """The fields of a data set, how to read them, and the target device."""
 
-    reader: H5Reader
+    reader: Source
     direct: dict[str, ByteReader]  # fields that are read by byte ranges
     why: dict[str, str]  # why a field is read through HDF5, by field name
     numbered: dict[str, Callable[[np.ndarray], np.ndarray]]  # fields computed from sample numbers: see ReadPool
@@ -122,7 +122,7 @@ def make_source(
     return DataSource(h5reader, direct, why, numbered, layouts, device, num_threads, timeout_s, has_frames, subset)
 
 
-def _layout(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) -> Any:
+def _layout(reader: Source, name: str, counts: np.ndarray | None, lanes: int) -> Any:
     layout = layout_of(reader, name, counts, lanes)
     if not isinstance(reader, WindowReader):
         return layout
@@ -144,7 +144,7 @@ def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray
     return counts
 
 
-def _direct_fields(reader: H5Reader, reader_kind: str) -> tuple[dict[str, ByteReader], dict[str, str]]:
+def _direct_fields(reader: Source, reader_kind: str) -> tuple[dict[str, ByteReader], dict[str, str]]:
     """Return the readers of fields that are read by byte ranges and, for each other field, the reason to use HDF5."""
     if reader_kind == "h5py":
         return {}, dict.fromkeys(reader.fields, "requested by reader='h5py'")

@@ -28,7 +28,7 @@ from h5chunk.feed.collate import (
 from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.sample_reader import SampleReader, SampleTransforms, plain_fields
 from h5chunk.feed.stored_tables import StoredNames, decoded
-from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.draws import REPEAT, epoch_rows
 from h5chunk.plan.order import Order
 from h5chunk.plan.permutation import SPLIT, ShuffledSequence, permutation
@@ -38,8 +38,8 @@ from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import Field, Fields, parse_fields
 from h5chunk.store.read.files import Paths, open_reader, reopen_with_fields
 from h5chunk.store.read.ragged import RaggedField
-from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import NOTABLE, read_amplification
+from h5chunk.store.read.source import Computed, Source
 from h5chunk.transforms import Transforms
 
 SAMPLE_NUMBER = "sample_number"
@@ -115,12 +115,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         An argument is invalid, or the file has no checksums.
     """
 
-    epoch_samples = 0  # offset added to the sample numbers per epoch, if each epoch has different samples
-    groups: Any = None  # the group of each sample, (n,), for `ChunkSampler.report`; None if there are no groups
-
     def __init__(
         self,
-        path: Paths,
+        path: Paths | Source,
         *,
         fields: Fields | None = None,
         offsets: Mapping[str, str] | None = None,
@@ -133,13 +130,14 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         named = parse_fields(fields, offsets=offsets, lengths=lengths)
-        self._numbered = [] if named is None else [name for name, dataset in named.items() if dataset == SAMPLE_NUMBER]
-        stored = named if named is None else {name: named[name] for name in named if name not in self._numbered}
-        if self._numbered and not stored:
-            raise OptionError(f"fields is {fields!r}: name at least one dataset of the file in addition")
         remote = remote_options(cache_dir, cache_bytes, storage_options)
-        self._reader = open_reader(path, stored, trusted=trusted, checksums=checksums, remote=remote)
-        self._names = tuple(self._reader.fields if named is None else named)
+        stored, self._numbered = (None, []) if named is None else without_numbers(named)
+        if isinstance(path, Source):  # of a subclass, with the fields that it names
+            self._reader = path
+        else:
+            self._reader = open_reader(path, stored, trusted=trusted, checksums=checksums, remote=remote)
+        found = (*self._reader.fields, *self._reader.computed)
+        self._names = tuple(dict.fromkeys((*(named or ()), *found)))
         for name in self._names:
             torch_dtype(self.field(name).dtype, name)
             if name != self._names[0] and self.field(name).scale is not None:
@@ -192,18 +190,37 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     def field(self, name: str) -> Field | RaggedField:
         """Return the description of a field: its shape, dtype and chunks."""
-        if name in self._numbered:
-            return Field(name, "", ChunkGrid((self._reader.num_samples,), None, 8, False), np.dtype(np.int64))
-        return self._reader.fields[name]
+        computed = self._computed.get(name)
+        return self._reader.fields[name] if computed is None else computed.field
+
+    @property
+    def _computed(self) -> dict[str, Computed]:
+        """The fields that are not in the file, by name."""
+        shape = (self._reader.num_samples,)
+        numbered = {name: Computed.described(name, shape, np.int64, self._positions) for name in self._numbered}
+        return {**self._reader.computed, **numbered}
 
     @property
     def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
         """For each field that is not in the file, by name, the function that computes it from sample numbers."""
-        return dict.fromkeys(self._numbered, self._positions)
+        return {name: computed.of for name, computed in self._computed.items()}
 
     def _positions(self, rows: np.ndarray) -> np.ndarray:
         """Convert sample numbers in the file to sample numbers in this data set."""
+        if self.epoch_samples:
+            rows = rows % self.epoch_samples
         return rows if self._samples is None else np.searchsorted(self._samples, rows)
+
+    @property
+    def epoch_samples(self) -> int:
+        """The number that each epoch adds to sample numbers, if each epoch has different samples, otherwise 0."""
+        return self._reader.epoch_samples
+
+    @property
+    def groups(self) -> np.ndarray | None:
+        """The group of each sample, (n,) int64: its episode or its volume. None if there are no groups."""
+        groups = self._reader.groups
+        return None if groups is None else groups.numbers[self.samples]
 
     @property
     def fingerprint(self) -> int:
@@ -225,7 +242,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         """The number of each sample in the file, (n,) int64, ascending; None for all samples of the file."""
         return self._samples
 
-    def new_reader(self) -> H5Reader:
+    def new_reader(self) -> Source:
         """Return a new reader of the same fields, which opens the file independently."""
         return copy(self._reader)
 
@@ -273,24 +290,29 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
         A file that was shuffled when it was written is split chunk by chunk, which is as random and wastes no reads.
         Other files, and all files with ``stratify``, are split sample by sample, so that compressed chunks are read for
-        several parts: see `read_amplification`.
+        several parts: see `read_amplification`. All windows of an episode, and all patches of a volume, are in the same
+        part.
 
         Parameters
         ----------
         fractions : sequence of float
-            The size of each part; their sum is 1, or less to leave samples out.
+            The size of each part; their sum is 1, or less to leave samples out. For windows and patches, these are
+            fractions of the episodes or volumes that have samples.
         seed : int
         stratify : str, optional
-            A field whose values occur in the same proportions in all parts, such as the labels.
+            A field whose values occur in the same proportions in all parts, such as the labels. Not supported for
+            windows and patches.
 
         Raises
         ------
         OptionError
-            The fractions or the seed are invalid.
+            The fractions or the seed are invalid; or a part would have no episode or volume.
         FieldError
             The file has no field ``stratify``, or that field has more than one value per sample.
         """
-        groups = None if stratify is None else self.values(stratify)
+        if (of_samples := self.groups) is not None:
+            return self._split_groups(of_samples, fractions, seed, stratify)
+        classes = None if stratify is None else self.values(stratify)
         is_shuffled = self.header is not None and self.header.shuffled and self._samples is None
         if is_shuffled and stratify is None and len(self):
             starts, positions = self._reader.chunk_starts, np.arange(len(self))
@@ -300,10 +322,30 @@ class ChunkDataset(StoredNames, Dataset[Any]):
                 shuffled = SelectionSequence(FixedSelection(starts), seed, 0).at(positions)
         else:
             shuffled = permutation(len(self), seed, stream=(SPLIT, 0, 0))
-        return [self.subset(part) for part in split_samples(shuffled, fractions, groups, seed)]
+        return [self.subset(part) for part in split_samples(shuffled, fractions, classes, seed)]
+
+    def _split_groups(
+        self, of_samples: np.ndarray, fractions: Sequence[float], seed: int, stratify: str | None
+    ) -> list[ChunkDataset]:
+        """Split such that all samples of a group are in the same part. ``of_samples`` has the group of each sample."""
+        assert self._reader.groups is not None
+        noun, groups = self._reader.groups.noun, np.unique(of_samples)
+        if stratify is not None:
+            raise OptionError(f"stratify is {stratify!r}, but samples are split by {noun}: leave stratify out")
+        shuffled = permutation(len(groups), seed, stream=(SPLIT, 0, 0))
+        parts = split_samples(shuffled, fractions, None, seed)
+        if not all(map(len, parts)):
+            raise OptionError(
+                f"fractions is {tuple(fractions)}, but with {count_text(len(groups), noun)} a part would be empty: "
+                "pass fewer or larger fractions, or split the samples themselves, such as "
+                "dataset.subset(numpy.arange(len(dataset)) < 1000)"
+            )
+        return [self.subset(np.isin(of_samples, groups[part])) for part in parts]
 
     def values(self, name: str) -> np.ndarray:
         """Read a field that has one value per sample: (n,), numbers or ``str``. It need not be one of `fields`.
+
+        For `Windows`, this is a field with one value per time step, at the current time step of each window.
 
         Raises
         ------
@@ -312,14 +354,18 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         """
         if not isinstance(name, str):
             raise OptionError(f"name is a {type(name).__name__}: pass the name of a field as a str")
-        reader = self._reader if name in self._reader.fields else reopen_with_fields(self._reader, {name: name})
+        if name in self.numbered_fields and not self.field(name).sample_shape:
+            return decoded(self.numbered_fields[name](self.samples))
+        reader, rows = self._reader.rows_of_samples(name, self.samples)
+        if name not in reader.fields:
+            reader = reopen_with_fields(reader, {name: name})
         field = reader.fields[name]
         if isinstance(field, RaggedField) or field.sample_shape:
             is_fixed = field.sample_shape and min(field.sample_shape) >= 0
             shape = f"of shape {field.sample_shape}" if is_fixed else "that differ in size"
             raise FieldError(f"field {name!r} has samples {shape}: name a field with one value per sample")
-        found = np.empty(len(self), field.dtype)
-        reader.read(name, self.samples, found)
+        found = np.empty(len(rows), field.dtype)
+        reader.read(name, rows, found)
         return decoded(found)
 
     @cached_property
@@ -426,7 +472,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         rows = self._rows(positions)
         if self.epoch_samples:
             rows = rows + self._epoch_rows(indices, len(rows))
-        numbered = {name: compute(rows) for name, compute in self.numbered_fields.items()} if self._numbered else {}
+        numbered = {name: compute(rows) for name, compute in self.numbered_fields.items()}
         draws, ordered = self._transforms.draws(indices, rows), isinstance(indices, TaggedBatch)
         return self._sample_reader.read(self._names, draws, numbered, shared=shared, ordered=ordered)
 
@@ -454,6 +500,17 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return printable(
             f"{type(self).__name__}({self.path!r}: {samples} of {fields}; chunks of {chunks}; {excess}{self.cache})"
         )
+
+
+def without_numbers(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields of the files, and the names of the fields that are the number of each sample.
+
+    Raises OptionError if there are only numbers.
+    """
+    numbered = [name for name, dataset in fields.items() if dataset == SAMPLE_NUMBER]
+    if numbered and len(numbered) == len(fields):
+        raise OptionError(f"fields is {list(fields)!r}: name at least one dataset of the file in addition")
+    return {name: dataset for name, dataset in fields.items() if name not in numbered}, numbered
 
 
 def _has_own_getitem(kind: type) -> bool:

@@ -18,7 +18,7 @@ from h5chunk.remote.mirror import Hold, Mirror, page_runs
 from h5chunk.remote.pages import PAGE
 from h5chunk.store.hdf5.ranges import Ranges
 from h5chunk.store.read.direct import ByteReader
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Source
 
 LARGE_PAGES = 64  # chunks of at least this size keep their first and last page, which neighbours share
 UNIT_PAGES = 256  # pages that are evicted together if no order is known
@@ -32,7 +32,7 @@ class DiskCache:
     ``direct`` has the fields that are read by byte ranges.
     """
 
-    def __init__(self, reader: H5Reader, direct: Mapping[str, ByteReader]) -> None:
+    def __init__(self, reader: Source, direct: Mapping[str, ByteReader]) -> None:
         self._reader = reader
         self._mirrors = list(dict.fromkeys(each.mirror for each in reader.readers if each.mirror is not None))
         limits = [each.cache_bytes for each in self._mirrors if each.cache_bytes is not None]

@@ -15,8 +15,8 @@ from h5chunk.remote.client import client
 from h5chunk.remote.mirror import Hold
 from h5chunk.store.hdf5.ranges import ReadTask
 from h5chunk.store.read.direct import ByteReader
-from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import OpenFiles, hold_ranges, remote_ranges
+from h5chunk.store.read.source import Source
 
 
 class _Holds:
@@ -46,7 +46,7 @@ class RemoteReadPool(ReadPool):
 
     def __init__(
         self,
-        reader: H5Reader,
+        reader: Source,
         direct: Mapping[str, ByteReader],
         num_threads: int,
         *,

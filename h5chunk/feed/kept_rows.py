@@ -18,7 +18,7 @@ from h5chunk.feed.layout import MatrixLayout
 from h5chunk.feed.slots import CsrWindow
 from h5chunk.plan.order import MAX_OPEN_BYTES, Order
 from h5chunk.store.read.csr import CsrBuffers
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Source
 from h5chunk.transforms.csr import CsrRows, SampleNumbers
 
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0x40  # MAP_NORESERVE, which Python's mmap lacks before 3.13
@@ -34,7 +34,7 @@ class KeptRows:
     """
 
     def __init__(
-        self, reader: H5Reader, layout: MatrixLayout, max_chunks: int, read: Callable[[np.ndarray, CsrBuffers], None]
+        self, reader: Source, layout: MatrixLayout, max_chunks: int, read: Callable[[np.ndarray, CsrBuffers], None]
     ) -> None:
         self._starts, self._size = reader.chunk_starts, reader.chunk_samples
         self._layout, self._read, self._max_chunks, self._clock = layout, read, max_chunks, 0
@@ -90,7 +90,7 @@ class KeptRows:
                 _free(own, low * array.itemsize, high * array.itemsize)
 
 
-def num_kept_chunks(reader: H5Reader, layout: MatrixLayout, order: Order, num_workers: int) -> int:
+def num_kept_chunks(reader: Source, layout: MatrixLayout, order: Order, num_workers: int) -> int:
     """Return the number of chunks that each worker keeps for an order.
 
     Return 0 if they would need too much memory, or if the order uses less than half of the rows in its chunks.

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import MAX_NUMBER, FieldError, OptionError, names_text, printable, shown
-from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.layout import torch_dtype
-from h5chunk.feed.sample_reader import SampleTransforms
-from h5chunk.feed.stored_tables import decoded
-from h5chunk.plan.cache import ChunkGrid
+from h5chunk.errors import MAX_NUMBER, OptionError, printable, shown
+from h5chunk.feed.dataset import SAMPLE_NUMBER, ChunkDataset, without_numbers
+from h5chunk.remote.mirror import remote_options
 from h5chunk.store.hdf5.attributes import join_columns
-from h5chunk.store.hdf5.keyed_index import FieldIndex, parse_patterns
-from h5chunk.store.read.fields import Field
-from h5chunk.store.read.files import Paths, list_data_files
+from h5chunk.store.hdf5.keyed_index import FieldIndex, KeyedIndex, parse_patterns
+from h5chunk.store.hdf5.keyed_list import open_index
+from h5chunk.store.read.files import Paths, list_local_files
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.keyed import KeyedReader
-from h5chunk.urls import local_copy_of
 
 QUIET_S = 1.0  # time after which progress is shown on a terminal
 
@@ -61,7 +58,7 @@ class Keyed(ChunkDataset):
         is read from the object whose name ``*`` matches or, if that lacks it, from the sample's datasets. A mapping
         such as ``{"magnitude": -1.0, "station": None}`` has the default for samples that lack the attribute; None
         means that no sample may lack it.
-    transform, trusted
+    transform, trusted, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
     progress : callable, optional
         Called as ``progress("index", done, total)``, in samples, while the index is built. Default: print a line to
@@ -84,66 +81,56 @@ class Keyed(ChunkDataset):
         attributes: Sequence[str] | Mapping[str, Any] = (),
         transform: Any = None,
         trusted: bool = False,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         progress: Callable[[str, int, int | None], None] | None = None,
     ) -> None:
-        patterns = parse_patterns(pattern)
+        given, numbered = _without_numbers(pattern)
+        patterns = parse_patterns(given)
         if isinstance(attributes, str) or not all(isinstance(name, str) for name in attributes):
             raise OptionError(f"attributes is {attributes!r}: pass a list of names")
         defaults = dict(attributes) if isinstance(attributes, Mapping) else dict.fromkeys(attributes)
         for value in defaults.values():
             _check_default(value)
-        if taken := [name for name in attributes if name in patterns]:
+        if taken := [name for name in attributes if name in patterns or name in numbered]:
             raise OptionError(
                 f"attributes has {taken[0]!r}, which is also the name of a field: rename the field by passing a "
                 "mapping as pattern"
             )
-        files = list_data_files(path)
-        if any(local_copy_of(file) is not None for file in files):
-            raise OptionError(f"path is {path!r}, but Keyed reads only local files: copy the objects to a disk first")
+        files = list_local_files(path, remote_options(cache_dir, cache_bytes, storage_options), "Keyed")
         report = partial(progress or _Line(), "index")
-        readers = [KeyedReader(file, patterns, defaults, trusted, report) for file in files]
-        varying = _varying_fields([reader.index.fields for reader in readers])
-        for reader in readers:
-            reader.set_varying(varying)
+        indexes = [open_index(file, patterns, defaults, trusted, report) for file in files]
+        for name in _varying_fields([index.fields for index in indexes]):
+            for index in indexes:
+                index.fields[name].varies = True
+        _give_one_dtype(indexes, attributes)
+        opened = zip(files, indexes, strict=True)
+        readers = [KeyedReader(file, patterns, index, trusted=trusted) for file, index in opened]
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        self._reader = readers[0] if len(readers) == 1 else FileSet(readers, Path(f"{shown(files[0])}{more}"))
-        indexes = [reader.index for reader in readers]
-        self._columns = {name: join_columns(name, [index.columns[name] for index in indexes]) for name in attributes}
-        self._names, self._numbered = (*patterns, *attributes), list(attributes)
-        for name in self._names:
-            torch_dtype(self.field(name).dtype, name)
-        self._transforms = SampleTransforms(transform, {name: self.field(name) for name in self._names})
-        self._samples, self._order, self._tables = None, None, {}
+        source = readers[0] if len(readers) == 1 else FileSet(readers, Path(f"{shown(files[0])}{more}"))
+        super().__init__(source, fields={**patterns, **dict.fromkeys(numbered, SAMPLE_NUMBER)}, transform=transform)
 
-    def field(self, name: str) -> Any:
-        """See `ChunkDataset.field`."""
-        if name not in self._columns:
-            return self._reader.fields[name]
-        column = self._columns[name]
-        return Field(name, "", ChunkGrid(column.shape, None, column.itemsize, False), column.dtype)
 
-    @property
-    def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-        """See `ChunkDataset.numbered_fields`. These fields are the attributes."""
-        return {name: column.__getitem__ for name, column in self._columns.items()}
+def _without_numbers(pattern: Any) -> tuple[Any, list[str]]:
+    """Return the patterns without ``sample_number``, and the names of the fields that it was given."""
+    if isinstance(pattern, str):
+        return pattern, []
+    if not isinstance(pattern, Mapping):
+        return [each for each in pattern if each != SAMPLE_NUMBER], [each for each in pattern if each == SAMPLE_NUMBER]
+    stored, numbered = without_numbers(pattern)
+    return stored, numbered
 
-    def values(self, name: str) -> np.ndarray:
-        """Return an attribute of all samples, (n,), or read a field that has one value per sample."""
-        if name not in self._columns:
-            if name not in self._reader.fields:
-                raise FieldError(f"there is no field {name!r}: pass one of {names_text(self._names)}")
-            return super().values(name)
-        return decoded(self._columns[name][self.samples])
 
-    @property
-    def source_names(self) -> np.ndarray:
-        """The name of each sample, which is the text that ``*`` matches in its path: (n,) of str."""
-
-        def read() -> np.ndarray:
-            indexes = [reader.index for reader in self._reader.readers if isinstance(reader, KeyedReader)]
-            return np.array([index.name(number) for index in indexes for number in range(len(index))])
-
-        return self._once("source_names", read)[self.samples]
+def _give_one_dtype(indexes: Sequence[KeyedIndex], attributes: Iterable[str]) -> None:
+    """Convert the values of attributes to a dtype that represents those of all files exactly."""
+    if len(indexes) == 1:
+        return
+    borders = np.cumsum([len(index) for index in indexes])[:-1]
+    for name in attributes:
+        values = join_columns(name, [index.columns[name] for index in indexes])
+        for index, own in zip(indexes, np.split(values, borders), strict=True):
+            index.columns[name] = own
 
 
 def _check_default(value: Any) -> None:

@@ -19,7 +19,7 @@ from h5chunk.plan.csr import entries_of_chunks, entries_of_rows, fullest_chunks
 from h5chunk.store.format.header import CSR
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.ragged import RaggedField, SeriesField
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Source
 
 ALIGNMENT = 512  # alignment of an array in a slot's buffer
 BYTES = 256  # number of different values of a byte
@@ -102,7 +102,7 @@ class MatrixLayout:
 Layouts = Mapping[str, Any]  # `FieldLayout`, `MatrixLayout`, or `h5chunk.feed.frames.FrameLayout`
 
 
-def layout_of(reader: H5Reader, name: str, counts: np.ndarray | None, lanes: int) -> FieldLayout | MatrixLayout:
+def layout_of(reader: Source, name: str, counts: np.ndarray | None, lanes: int) -> FieldLayout | MatrixLayout:
     """Return the layout of a field. For ``counts`` and ``lanes`` see `ragged_layout`.
 
     Raise `FieldError` if the field has strings, or a dtype that torch does not support.
@@ -124,9 +124,7 @@ def layout_of_numbers(field: Field | RaggedField) -> FieldLayout:
     return FieldLayout(field.sample_shape, dtype)
 
 
-def ragged_layout(
-    reader: H5Reader, field: RaggedField, counts: np.ndarray | None = None, lanes: int = 1
-) -> MatrixLayout:
+def ragged_layout(reader: Source, field: RaggedField, counts: np.ndarray | None = None, lanes: int = 1) -> MatrixLayout:
     """Return the layout of a matrix, of samples that differ in length, or of images of any size (an entry per byte).
 
     ``counts``, (num_rows,) int64, is the maximum number of times that an epoch uses each row. None means that each row

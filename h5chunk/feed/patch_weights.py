@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import OptionError, printable
-from h5chunk.store.read.volumes import PatchReader, VolumeField
+from h5chunk.store.read.volumes import VolumeField, VolumeFiles
 
 WEIGHTS = " weights"  # name of the field of weights; the blank distinguishes it from users' fields
 
@@ -34,7 +34,7 @@ def weights_field(weights: Weights | None, fields: Mapping[str, str]) -> tuple[d
 
 
 def read_weights(
-    reader: PatchReader, source: VolumeField, function: Callable[[np.ndarray], Any], volume: int, box: Sequence[slice]
+    files: VolumeFiles, source: VolumeField, function: Callable[[np.ndarray], Any], volume: int, box: Sequence[slice]
 ) -> np.ndarray:
     """Read a box of a volume's dataset of weights, and convert its values by ``function``: float64, of the box's shape.
 
@@ -47,7 +47,7 @@ def read_weights(
             f"the weights have the shape {source.grids[volume].shape}, but need {len(box)} axes: use a dataset without "
             "a channel axis"
         )
-    values = reader.read_box(file, dataset, box)
+    values = files.read_box(file, dataset, box)
     weights = np.asarray(function(values), np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         total = weights.sum()

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FieldError, OptionError, check_whole, count_text, printable
-from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.errors import OptionError, check_whole, count_text, printable
+from h5chunk.feed.dataset import SAMPLE_NUMBER, ChunkDataset, without_numbers
 from h5chunk.feed.patch_weights import WEIGHTS, Weights, read_weights, weights_field
-from h5chunk.feed.sample_reader import SampleTransforms
-from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.draws import epoch_rows
 from h5chunk.plan.order import Order
 from h5chunk.plan.patches import CELL_BYTES, Coverage, RandomPatches, Starts, Tiles, cell_shape, decoded_voxels
-from h5chunk.plan.permutation import MAX_SEED, SPLIT, permutation
-from h5chunk.plan.selection import split_samples
-from h5chunk.remote.mirror import NO_OPTIONS
-from h5chunk.store.format.statistics import FieldStatistics, merged, read_statistics
+from h5chunk.plan.permutation import MAX_SEED
+from h5chunk.remote.mirror import remote_options
 from h5chunk.store.hdf5.child import try_files
-from h5chunk.store.read.fields import Field
-from h5chunk.store.read.files import Paths, list_data_files
+from h5chunk.store.read.checksums import OFF
+from h5chunk.store.read.files import Paths, list_local_files
 from h5chunk.store.read.several import direct_fields
-from h5chunk.store.read.volumes import PatchReader, VolumeField, open_volumes, probe_volumes
-from h5chunk.urls import local_copy_of
+from h5chunk.store.read.volumes import (
+    POSITION,
+    PatchReader,
+    VolumeField,
+    VolumeFiles,
+    open_volume_files,
+    open_volumes,
+    probe_volumes,
+)
 
-POSITION = "position"
 CHANNELS = ("first", "last")
 PADDINGS = ("none", "edge", "reflect")
 
@@ -91,7 +94,7 @@ class Patches(ChunkDataset):
         without the halo.
     seed : int
         Random seed for the positions.
-    trusted : bool
+    transform, trusted, checksums, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
 
     Raises
@@ -117,11 +120,17 @@ class Patches(ChunkDataset):
         cell_bytes: int = CELL_BYTES,
         positions: bool = False,
         seed: int = 0,
+        transform: Any = None,
         trusted: bool = False,
+        checksums: str = OFF,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(fields, Mapping) or not fields or not all(isinstance(each, str) for each in fields.values()):
             raise OptionError(f"fields is {fields!r}: pass a mapping from names to datasets, as in {{'raw': '*/raw'}}")
-        if POSITION in fields and positions:
+        named, fields = fields, without_numbers(fields)[0]
+        if POSITION in named and positions:
             raise OptionError(f"fields has {POSITION!r}, which is the name of the field of positions: rename it")
         if isinstance(size, str) or not hasattr(size, "__len__") or not 1 <= len(size) <= 4:
             raise OptionError(f"size is {size!r}: pass 1 to 4 numbers, such as (64, 64, 64)")
@@ -132,66 +141,54 @@ class Patches(ChunkDataset):
         if not _is_number(share) or not 0 <= share <= 1:
             raise OptionError(f"share is {share!r}: pass a number from 0 to 1")
         seed = check_whole("seed", seed, 0, MAX_SEED)
-        files = list_data_files(path, NO_OPTIONS)
-        if any(local_copy_of(file) is not None for file in files):
-            raise OptionError(f"path is {path!r}, but patches need local files: copy the objects to a disk first")
+        files = list_local_files(path, remote_options(cache_dir, cache_bytes, storage_options), "Patches")
         weigher, weighed = weights_field(weights, fields)
         leading = {name: partial(_leading, name, channels, len(size)) for name in (*fields, WEIGHTS)}
         opened_as = {**fields, **weigher}, size, leading, trusted
         if not trusted:
             try_files(files, lambda file: probe_volumes([file], *opened_as), repr((fields, weigher, size, channels)))
-        found, self._volume_names = open_volumes(files, *opened_as)
-        source = found.pop(WEIGHTS, None)
+        found, names = open_volumes(files, *opened_as)
+        weighed_field = found.pop(WEIGHTS, None)
         padded = {name: _with_halo(each, halos[name], padding) for name, each in found.items()}
         margin = np.max(list(halos.values()), axis=0) if padding == "none" else np.zeros(len(size), np.int64)
-        self._shapes = np.array([next(iter(found.values())).space(number) for number in range(len(self._volume_names))])
-        self._check_sizes(size, margin, padding)
+        self._shapes = np.array([next(iter(found.values())).space(number) for number in range(len(names))])
+        self._check_sizes(names, size, margin, padding)
         self._starts, self._size, self._padding = Starts.of(self._shapes, np.array(size), margin), size, padding
         counts = np.ceil(self._shapes.prod(axis=1, dtype=np.float64) / math.prod(size)).astype(np.int64)
         if per_volume is not None:
             counts[:] = check_whole("per_volume", per_volume, 1, 1 << 24)
         cell = _cell(padded, size, check_whole("cell_bytes", cell_bytes, 1))
         place = partial(RandomPatches, self._shapes, size, self._starts, cell, counts, seed)
-        plan: Any = Tiles(self._shapes, size, self._starts, (0,) * len(size)) if weights is not None else place()
-        self._reader = reader = PatchReader(files, padded, plan, trusted)
-        if source is not None:
-            plan = place(partial(read_weights, reader, source, weighed), float(share))
-            reader.set_plan(plan)
-            reader.close()
+        opened = open_volume_files(files, padded, trusted, checksums)
+        if weighed_field is None:
+            plan = place()
+        else:
+            weighing = VolumeFiles(opened.readers, [*padded.values(), weighed_field])
+            plan = place(partial(read_weights, weighing, weighed_field, weighed), float(share))
+            weighing.close()
             if plan.unweighted:
                 warnings.warn(
-                    f"{printable(reader.path)}: in {len(plan.unweighted)} of {count_text(len(counts), 'volume')}, such "
-                    f"as {printable(self._volume_names[plan.unweighted[0]])}, no weights are above 0, so their patches "
-                    "are at uniformly random positions",
+                    f"{printable(weighing.readers[0].path)}: in {len(plan.unweighted)} of "
+                    f"{count_text(len(counts), 'volume')}, such as {printable(names[plan.unweighted[0]])}, no weights "
+                    "are above 0, so their patches are at uniformly random positions",
                     stacklevel=2,
                 )
-        self._set(positions)
+        source = PatchReader(opened, padded, names, plan, has_positions=positions)
+        super().__init__(source, fields=named, transform=transform)
 
-    def _set(self, positions: bool) -> None:
-        self._numbered = [POSITION] if positions else []
-        self._names = (*self._reader.fields, *self._numbered)
-        self._transforms = SampleTransforms(None, {name: self.field(name) for name in self._names})
-        self._samples, self._order, self._tables = None, None, {}
-
-    def _check_sizes(self, size: tuple[int, ...], margin: np.ndarray, padding: Any) -> None:
+    def _check_sizes(self, names: Sequence[str], size: tuple[int, ...], margin: np.ndarray, padding: Any) -> None:
         small = np.flatnonzero((self._shapes < np.array(size) + 2 * margin).any(axis=1))
         if padding == "none" and len(small):
-            name, shape = printable(self._volume_names[small[0]]), tuple(self._shapes[small[0]].tolist())
+            name, shape = printable(names[small[0]]), tuple(self._shapes[small[0]].tolist())
             raise OptionError(
                 f"{name}: a volume has the shape {shape}, but a patch with its halo has "
                 f"{tuple((np.array(size) + 2 * margin).tolist())}. Reduce size or halo, or use padding='reflect'"
             )
 
     @property
-    def epoch_samples(self) -> int:  # type: ignore[override]
-        """The number that each epoch adds to sample numbers. It is 0 for tiles, which are the same in all epochs."""
-        return self._reader.num_samples if isinstance(self._plan, RandomPatches) else 0
-
-    @property
-    def _plan(self) -> RandomPatches | Tiles:
-        reader: Any = self._reader
-        plan: RandomPatches | Tiles = reader.plan
-        return plan
+    def _patches(self) -> PatchReader:
+        assert isinstance(self._reader, PatchReader)
+        return self._reader
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -201,7 +198,9 @@ class Patches(ChunkDataset):
     @property
     def volumes(self) -> list[tuple[str, tuple[int, ...]]]:
         """The name of each volume, and its shape in space."""
-        return [(name, tuple(shape.tolist())) for name, shape in zip(self._volume_names, self._shapes, strict=True)]
+        return [
+            (name, tuple(shape.tolist())) for name, shape in zip(self._patches.volume_names, self._shapes, strict=True)
+        ]
 
     def positions(self, epoch: int = 0) -> np.ndarray:
         """Return the positions of all patches of an epoch: (n, 1 + axes) int64.
@@ -210,11 +209,7 @@ class Patches(ChunkDataset):
         """
         check_whole("epoch", epoch, 0, (1 << 63) - 1)
         added = epoch_rows(epoch, self.epoch_samples) if self.epoch_samples else 0
-        return self._positions_of(self.samples + added)
-
-    def _positions_of(self, rows: np.ndarray) -> np.ndarray:
-        volumes, starts = self._plan.boxes(rows)
-        return np.concatenate([volumes[:, None], starts], axis=1)
+        return self._patches.positions_of(self.samples + added)
 
     def coverage(self) -> Coverage:
         """Return how often an epoch is expected to use a voxel: the minimum, mean and maximum over all voxels.
@@ -227,9 +222,9 @@ class Patches(ChunkDataset):
         OptionError
             This data set consists of tiles.
         """
-        if isinstance(self._plan, Tiles):
+        if isinstance(plan := self._patches.plan, Tiles):
             raise OptionError("tiles cover each voxel at least once: call coverage() of the patches instead")
-        return self._plan.coverage()
+        return plan.coverage()
 
     def amplification(self, order: Order) -> float:
         """Return the bytes that an epoch reads and decodes, divided by the bytes of its patches.
@@ -266,82 +261,20 @@ class Patches(ChunkDataset):
         both = _numbers("overlap", overlap, len(self._size))
         if any(each >= length for each, length in zip(both, self._size, strict=True)):
             raise OptionError(f"overlap is {overlap!r}: it must be less than the size, {self._size}")
-        reader: Any = self.new_reader()
-        if self._padding == "none" and any(any(each.halo) for each in reader.volume_fields.values()):
+        source = self._patches
+        if self._padding == "none" and any(any(each.halo) for each in source.volume_fields.values()):
             raise OptionError("tiles with a halo reach beyond the volume: pass padding= to Patches, such as 'reflect'")
-        if POSITION in reader.fields:
+        if POSITION in source.fields or POSITION in self._numbered:
             raise OptionError(f"fields has {POSITION!r}, which is the name of the field of positions: rename it")
         if self._samples is not None:
             raise OptionError("this is a subset of patches: call tiles() of the full data set first, then subset()")
-        reader.set_plan(Tiles(self._shapes, self._size, self._starts, both))
+        tiles = Tiles(self._shapes, self._size, self._starts, both)
         other = copy(self)
-        other._reader = reader
-        other._set(True)
+        fields = {name: SAMPLE_NUMBER if name in self._numbered else name for name in self.fields}
+        ChunkDataset.__init__(
+            other, source.with_plan(tiles, has_positions=True), fields=fields, transform=self.transform
+        )
         return other
-
-    def field(self, name: str) -> Any:
-        """See `ChunkDataset.field`."""
-        if name not in self._numbered:
-            return self._reader.fields[name]
-        shape = (self._reader.num_samples, 1 + len(self._size))
-        return Field(name, "", ChunkGrid(shape, None, 8, False), np.dtype(np.int64))
-
-    @property
-    def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-        """See `ChunkDataset.numbered_fields`. The only such field is ``position``."""
-        return dict.fromkeys(self._numbered, self._positions_of)
-
-    @property
-    def groups(self) -> np.ndarray:
-        """The volume of each patch: (n,) int64."""
-        return self._plan.boxes(self.samples)[0]
-
-    def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
-        """Split into random parts, such that all patches of a volume are in the same part.
-
-        Parameters
-        ----------
-        fractions : sequence of float
-            The fraction of the volumes in each part; their sum is at most 1.
-        seed : int
-            Random seed.
-        stratify : None
-            Not supported.
-
-        Raises
-        ------
-        OptionError
-            The fractions or the seed are invalid, a part would have no volume, or ``stratify`` is given.
-        """
-        if stratify is not None:
-            raise OptionError(f"stratify is {stratify!r}, but patches are split by volume: leave it out")
-        own = self.groups
-        volumes = np.unique(own)
-        parts = split_samples(permutation(len(volumes), seed, stream=(SPLIT, 0, 0)), fractions, None, seed)
-        if not all(map(len, parts)):
-            raise OptionError(
-                f"fractions is {tuple(fractions)}, but with {count_text(len(volumes), 'volume')} a part is empty: "
-                "pass fewer or larger fractions"
-            )
-        return [self.subset(np.isin(own, volumes[part])) for part in parts]
-
-    def statistics(self, field: str) -> FieldStatistics:
-        """See `ChunkDataset.statistics`. The statistics cover all volumes, which must have only spatial axes."""
-        reader: Any = self._reader
-        if field not in self._reader.fields:
-            return super().statistics(field)
-        volumes = reader.volume_fields[field]
-        if len(volumes.box_shape()) > len(self._size):
-            raise FieldError(
-                f"field {field!r} has channels, for which h5chunk info --stats computes no statistics in volumes: "
-                "compute their mean and standard deviation with NumPy"
-            )
-        datasets = volumes.datasets
-        return merged([read_statistics(reader.readers[file].path, path.strip("/")) for file, path in datasets])
-
-    def values(self, name: str) -> np.ndarray:
-        """Raise OptionError, because a patch has many values of each field."""
-        raise OptionError(f"field {name!r} has many values in a patch: to weight patches, pass weights= to Patches")
 
 
 def _is_number(value: Any) -> bool:

@@ -28,8 +28,8 @@ from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.ranges import ReadTask, RowGather, lasting_tasks, native_tasks, open_descriptor
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.direct import ByteReader, read_small_fields
-from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import OpenFiles, close_descriptors
+from h5chunk.store.read.source import Source
 
 QUICK_BYTES = 16 << 10  # gathering a smaller window takes less time than passing it to a thread
 SIGNALS_S = 0.1  # longest delay before a signal, such as Ctrl-C, is handled
@@ -153,7 +153,7 @@ class ReadPool:
 
     def __init__(
         self,
-        reader: H5Reader,
+        reader: Source,
         direct: Mapping[str, ByteReader],
         num_threads: int,
         *,
@@ -161,7 +161,7 @@ class ReadPool:
         timeout_s: float | None = TIMEOUT_S,
     ) -> None:
         self._reader, self._numbered = reader, numbered or {}
-        self._rows_reader: H5Reader = getattr(reader, "frames", reader)  # for windows, the reader of their frames
+        self._rows_reader: Source = getattr(reader, "frames", reader)  # for windows, the reader of their frames
         self._direct = {name: getattr(field, "frames", field) for name, field in direct.items()}
         self.path, self.timeout_s = reader.path, timeout_s
         self.epoch, self.tasks_done = 0, 0  # epoch of the next windows to read; tasks that Python threads have done

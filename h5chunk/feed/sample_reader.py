@@ -37,7 +37,7 @@ from h5chunk.stamp import stamp_of
 from h5chunk.store.read.direct import read_small_fields
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import ImagesField, RaggedField, SeriesField
-from h5chunk.store.read.reader import SMALL_FIELD_BYTES, H5Reader
+from h5chunk.store.read.reader import SMALL_FIELD_BYTES, Source
 from h5chunk.store.read.several import close_descriptors, direct_fields, held_ranges, open_descriptors, remote_ranges
 from h5chunk.transforms import (
     BATCH_TRANSFORMS,
@@ -158,7 +158,7 @@ def _csr_first(num_columns: int, num_outputs: int, tensors: tuple[torch.Tensor, 
 class SampleReader:
     """Reads the fields of a `ChunkDataset`. ``converters`` are the converters by field name."""
 
-    def __init__(self, reader: H5Reader, converters: Mapping[str, Converter], order: Order | None) -> None:
+    def __init__(self, reader: Source, converters: Mapping[str, Converter], order: Order | None) -> None:
         self._reader, self._converters, self._order = reader, converters, order
         self._memory, self._shared = BatchMemory(KEPT * len(converters)), SharedMemory()
         self._assemble: Assemble | None = None  # builds the fields of a batch from its tensors; None if equal
@@ -334,7 +334,7 @@ class SampleReader:
 class _OpenFields:
     """The fields that this process reads by byte ranges (``direct``), and small fields in memory (``whole``)."""
 
-    def __init__(self, reader: H5Reader) -> None:
+    def __init__(self, reader: Source) -> None:
         self.process, self._reader = os.getpid(), reader
         self.layout = None if reader.ragged is None else ragged_layout(reader, reader.ragged)
         self.direct = plain_fields(reader)
@@ -383,6 +383,6 @@ class _OpenFields:
             raise
 
 
-def plain_fields(reader: H5Reader) -> dict[str, Any]:
+def plain_fields(reader: Source) -> dict[str, Any]:
     """Return readers of the uncompressed fields. Compressed fields are read through HDF5, which caches their chunks."""
     return {name: field for name, field in direct_fields(reader)[0].items() if field.is_plain}

@@ -28,7 +28,7 @@ from h5chunk.plan.selection import (
     check_weights,
     starts_of_runs,
 )
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Source
 
 
 @dataclass
@@ -383,7 +383,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         return f"ChunkSampler({self.order})"
 
 
-def _selection(reader: H5Reader, dataset: ChunkDataset, weights: Any) -> Selection | None:
+def _selection(reader: Source, dataset: ChunkDataset, weights: Any) -> Selection | None:
     """Return the samples of an epoch as positions in the subset.
 
     Return None if an epoch uses all samples once, and all chunks have the same size.

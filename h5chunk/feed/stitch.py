@@ -60,7 +60,7 @@ class Stitcher:
         channels: str = "first",
         out: Callable[[str, tuple[int, ...], np.dtype], Any] | None = None,
     ) -> None:
-        if not isinstance(tiles, Patches) or not isinstance(tiles._plan, Tiles):
+        if not isinstance(tiles, Patches) or not isinstance(tiles._patches.plan, Tiles):
             raise OptionError(f"tiles is {tiles!r:.80}: pass the data set that Patches.tiles() returned")
         if blend not in BLENDS:
             raise OptionError(f"blend is {blend!r}: pass one of {', '.join(BLENDS)}")
@@ -96,7 +96,7 @@ class Stitcher:
                 f"there are {len(values)} tiles and {len(positions)} positions, but {len(self._tiles) - self._next} "
                 "tiles are left: add each tile once, with its position"
             )
-        if not np.array_equal(self._tiles._positions_of(rows), positions):
+        if not np.array_equal(self._tiles._patches.positions_of(rows), positions):
             raise OptionError(
                 "these are not the next tiles: add them in the order of ChunkLoader(tiles, ..., shuffle=False)"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.statistics import FieldStatistics, merged, read_statistics
 from h5chunk.store.read.files import reopen_with_fields
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Source
 from h5chunk.store.read.tables import read_table
 
 SOURCE_NAMES = "source_names"  # the table of all names, concatenated
@@ -25,8 +26,9 @@ def decoded(values: np.ndarray) -> np.ndarray:
 class StoredNames:
     """Base class of data sets, which reads the tables in their files. Each table is read only once."""
 
-    _reader: H5Reader
+    _reader: Source
     _samples: np.ndarray | None  # of a subset
+    samples: Any  # the number of each sample in the files
     _tables: dict[str, np.ndarray]  # tables that were read, shared by all subsets
 
     @property
@@ -48,12 +50,21 @@ class StoredNames:
 
     @property
     def source_names(self) -> np.ndarray:
-        """Path of the file of each sample, relative to the source that was converted: (n,) of str.
+        """Name of each sample: (n,) of str.
 
-        Raises `FieldError` if the file has no such table, as `row_ids`, `column_ids`, `column_symbols` and `categories`
-        do.
+        This is the path of its file, relative to the source that was converted; for `Keyed`, the text that ``*``
+        matches; for `Windows` and `Patches`, the name of its episode or volume. Raises `FieldError` if the file has no
+        such table, as `row_ids`, `column_ids`, `column_symbols` and `categories` do.
         """
-        return self._of_samples(SOURCE_NAMES)
+        if self._reader.groups is not None:
+            return self._names_of(self.samples)
+        if self._names_of(np.zeros(0, np.int64)) is None:
+            return self._of_samples(SOURCE_NAMES)
+        names = self._once("names of samples", lambda: self._names_of(np.arange(self._reader.num_samples)))
+        return names[self.samples]
+
+    def _names_of(self, samples: np.ndarray) -> Any:
+        return self._reader.names_of(samples)
 
     @property
     def row_ids(self) -> np.ndarray:
@@ -106,16 +117,12 @@ class StoredNames:
         ``h5chunk info FILE --stats`` computes them once, for all subsets. Raises FieldError if they have not been
         computed, or if the file has changed since then.
         """
-        dataset = self._reader.fields[field].dataset if field in self._reader.fields else field
-        return self._stored_statistics(dataset)
-
-    def _stored_statistics(self, dataset: str) -> FieldStatistics:
-        return merged([read_statistics(file.path, dataset.strip("/")) for file in self._reader.readers])
+        return merged([read_statistics(path, dataset.strip("/")) for path, dataset in self._reader.datasets_of(field)])
 
     def _of_samples(self, name: str) -> np.ndarray:
-        files = self._reader.readers
-        table = self._once(name, lambda: np.concatenate([_values_of_samples(file, name) for file in files]))
-        return table if self._samples is None else table[self._samples]
+        source, rows = self._reader.rows_of_samples(name, self.samples)
+        table = self._once(name, lambda: np.concatenate([_values_of_samples(file, name) for file in source.readers]))
+        return table if len(rows) == len(table) and self._samples is None else table[rows]
 
     def _common(self, name: str) -> np.ndarray:
         """Return a table that must be equal in all files, such as the identifiers of columns."""
@@ -139,7 +146,7 @@ class StoredNames:
         return self._tables[name]
 
 
-def name_of_sample(reader: H5Reader, number: int) -> str:
+def name_of_sample(reader: Source, number: int) -> str:
     """Return the path of the file and the name of a sample, for messages, given the sample's number in all files."""
     file = int(np.searchsorted(reader.starts, number, "right")) - 1
     file_reader = reader.readers[file]
@@ -150,7 +157,7 @@ def name_of_sample(reader: H5Reader, number: int) -> str:
     return f"{printable(file_reader.path)}: {name}"
 
 
-def _values_of_samples(reader: H5Reader, name: str) -> np.ndarray:
+def _values_of_samples(reader: Source, name: str) -> np.ndarray:
     """Read a table of one file that has one value per sample: (n,), numbers or str."""
     table = read_table(reader, name)
     if name == SOURCE_NAMES:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from h5chunk.errors import FieldError, OptionError, as_text, check_whole, count_text, names_text, printable
-from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.sample_reader import SampleTransforms
-from h5chunk.plan.cache import ChunkGrid
-from h5chunk.plan.permutation import MAX_SEED, SPLIT, permutation
-from h5chunk.plan.selection import split_samples
-from h5chunk.store.format.statistics import FieldStatistics
+from h5chunk.feed.dataset import ChunkDataset, without_numbers
+from h5chunk.plan.permutation import MAX_SEED
+from h5chunk.remote.mirror import remote_options
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.encoded import EncodedField
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.frames import borders_of, episode_names, find_borders, open_frames
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Groups, Source
 from h5chunk.store.read.windows import WindowReader
 from h5chunk.transforms.frames import FRAME_DECODER, import_decoders
 
@@ -80,7 +77,7 @@ class Windows(ChunkDataset):
         episode, such as ``ep_offset``. Default: each file, or each group that matches ``*``, is an episode.
     seed : int
         Random seed for ``goal="future"``.
-    trusted, checksums
+    transform, trusted, checksums, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
 
     Raises
@@ -104,18 +101,23 @@ class Windows(ChunkDataset):
         episode_lengths: str | None = None,
         episode_offsets: str | None = None,
         seed: int = 0,
+        transform: Any = None,
         trusted: bool = False,
         checksums: str = OFF,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(fields, Mapping) or not fields or not all(isinstance(each, str) for each in fields.values()):
             raise OptionError(f"fields is {fields!r}: pass a mapping of names to datasets")
+        named, fields = fields, without_numbers(fields)[0]
         if padding not in PADDINGS:
             raise OptionError(f"padding is {padding!r}: pass 'none' or 'edge'")
         seed = check_whole("seed", seed, 0, MAX_SEED)
         goals, kinds = _goals(fields, goal)
         futures = [name for name in goals if kinds[goals[name]] == "future"]
         masks = {f"{name}{IS_PAD}": name for name in fields if padding == "edge"}
-        if taken := [name for name in fields if name in masks or name in goals]:
+        if taken := [name for name in named if name in masks or name in goals]:
             raise OptionError(f"fields has {taken[0]!r}, which is also the name of a padding mask or goal: rename it")
         tables = {"lengths": episode_lengths, "offsets": episode_offsets}
         given = {kind: dataset for kind, dataset in tables.items() if dataset is not None}
@@ -125,7 +127,8 @@ class Windows(ChunkDataset):
             raise OptionError(f"episode_{min(given)} is given, but * makes each group an episode: use one of the two")
         steps = _steps(fields, length, history, stride)
         datasets = {**fields, **{name: fields[of] for name, of in goals.items()}}
-        frames = open_frames(path, datasets, FRAME_DECODER, trusted, checksums)
+        remote = remote_options(cache_dir, cache_bytes, storage_options)
+        frames = open_frames(path, datasets, FRAME_DECODER, trusted, checksums, remote)
         for name, field in frames.fields.items():
             if not isinstance(field, Field):
                 raise FieldError(
@@ -137,46 +140,26 @@ class Windows(ChunkDataset):
         borders = borders_of(frames)
         for kind, dataset in given.items():
             borders = find_borders(frames, kind, dataset, trusted)
-        self._episode_names = [*map(str, range(len(borders) - 1))] if given else episode_names(frames, fields)
+        names = [*map(str, range(len(borders) - 1))] if given else episode_names(frames, fields)
         anchors = _anchors(frames, borders, steps, padding)
-        self._reader = reader = WindowReader(
-            frames, anchors, borders, steps | dict.fromkeys(goals, LAST), futures, seed
-        )
-        self._masked, self._datasets = masks, datasets
-        self._numbered = list(self._masked)
-        self._names = (*fields, *goals, *self._masked)
-        self._episodes = reader.episodes
-        self._transforms = SampleTransforms(None, {name: self.field(name) for name in self._names})
-        self._samples, self._order, self._tables = None, None, {}
-
-    @property
-    def epoch_samples(self) -> int:  # type: ignore[override]
-        """The number that each epoch adds to sample numbers. It is 0 unless there are random goals."""
-        reader: Any = self._reader
-        return reader.num_samples if reader.futures else 0
-
-    def field(self, name: str) -> Any:
-        """See `ChunkDataset.field`."""
-        if name not in self._masked:
-            return self._reader.fields[name]
-        shape = self._reader.fields[self._masked[name]].grid.shape[:2]
-        return Field(name, "", ChunkGrid(shape, None, 1, False), np.dtype(bool))
-
-    @property
-    def numbered_fields(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-        """See `ChunkDataset.numbered_fields`. These fields are the padding masks."""
-        reader: Any = self._reader
-        return {mask: partial(reader.is_padding, name) for mask, name in self._masked.items()}
+        steps |= dict.fromkeys(goals, LAST)
+        source = WindowReader(frames, anchors, borders, names, steps, futures=futures, masks=masks, seed=seed)
+        super().__init__(source, fields=named, transform=transform)
 
     @property
     def episodes(self) -> np.ndarray:
         """The number of the episode of each window: (n,) int64, ascending."""
-        return self._episodes if self._samples is None else self._episodes[self._samples]
+        return self._groups.numbers[self.samples]
+
+    @property
+    def _groups(self) -> Groups:
+        assert self._reader.groups is not None
+        return self._reader.groups
 
     @property
     def episode_names(self) -> np.ndarray:
         """The name of the episode of each window, (n,) of str: the name of its group or file, or else its number."""
-        return np.array(self._episode_names)[self.episodes]
+        return self.source_names
 
     def of_episodes(self, names: Sequence[str | bytes]) -> ChunkDataset:
         """Return the windows of the episodes with these names, such as those in ``mask/train`` of robomimic.
@@ -194,58 +177,13 @@ class Windows(ChunkDataset):
         if isinstance(names, str | bytes) or not isinstance(names, Iterable):
             raise OptionError(f"names is {names!r}: pass a list of names")
         wanted = {as_text(name) if isinstance(name, bytes) else str(name) for name in names}
-        if unknown := sorted(wanted - {*self._episode_names}):
-            first = ", ".join(self._episode_names[:8])
+        if unknown := sorted(wanted - {*self._groups.names}):
+            first = ", ".join(self._groups.names[:8])
             raise OptionError(f"names has {unknown[0]!r}, which is no episode: the first episodes are named {first}")
-        numbers = [number for number, name in enumerate(self._episode_names) if name in wanted]
+        numbers = [number for number, name in enumerate(self._groups.names) if name in wanted]
         if not (chosen := np.isin(self.episodes, numbers)).any():
             raise OptionError("none of the episodes has windows: select longer ones, or pass padding='edge' to Windows")
         return self.subset(chosen)
-
-    @property
-    def groups(self) -> np.ndarray:
-        """The episode of each window."""
-        return self.episodes
-
-    def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
-        """Split into random parts, such that all windows of an episode are in the same part.
-
-        Parameters
-        ----------
-        fractions : sequence of float
-            The fraction of the episodes in each part; their sum is at most 1. Only episodes with windows count.
-        seed : int
-            Random seed.
-        stratify : None
-            Not supported.
-
-        Raises
-        ------
-        OptionError
-            The fractions or the seed are invalid, a part would have no episode, or ``stratify`` is given.
-        """
-        if stratify is not None:
-            raise OptionError(f"stratify is {stratify!r}, but windows are split by episode: leave stratify out")
-        episodes = np.unique(self.episodes)
-        shuffled = permutation(len(episodes), seed, stream=(SPLIT, 0, 0))
-        parts = split_samples(shuffled, fractions, None, seed)
-        if not all(map(len, parts)):
-            raise OptionError(
-                f"fractions is {tuple(fractions)}, but with {count_text(len(episodes), 'episode')} a part would be "
-                "empty: split by time instead, such as dataset.subset(numpy.arange(len(dataset)) < 1000)"
-            )
-        return [self.subset(np.isin(self.episodes, episodes[part])) for part in parts]
-
-    def statistics(self, field: str) -> FieldStatistics:
-        """See `ChunkDataset.statistics`. They cover all time steps of the file, for each channel of a frame."""
-        return self._stored_statistics(self._datasets.get(field, field))
-
-    def values(self, name: str) -> np.ndarray:
-        """Raise OptionError, because a window has several values of each field.
-
-        To weight or select windows, use `episodes`.
-        """
-        raise OptionError(f"field {name!r} has several values per window: compute weights from dataset.episodes")
 
 
 def _goals(
@@ -285,7 +223,7 @@ def _steps(
     return {name: np.arange(-history * largest, length * largest, step) for name, step in strides.items()}
 
 
-def _anchors(frames: H5Reader, borders: np.ndarray, steps: Mapping[str, np.ndarray], padding: str) -> np.ndarray:
+def _anchors(frames: Source, borders: np.ndarray, steps: Mapping[str, np.ndarray], padding: str) -> np.ndarray:
     """Return the row of the current time step of each window: (n,) int64, ascending."""
     first, last = min(each[0] for each in steps.values()), max(each[-1] for each in steps.values())
     rows = np.arange(frames.num_samples)

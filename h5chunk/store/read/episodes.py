@@ -25,25 +25,37 @@ from h5chunk.store.read.fields import Field, FrameDataset, FrameDecoder
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Source
 
 
-class EpisodeFile(H5Reader):
+class EpisodeFile(Source):
     """The concatenated episodes of one file, which are read like the rows of a file.
 
     ``starts_of`` has, for each field that is not encoded, the offset in the file at which each episode begins, or -1 if
-    it is unknown.
+    it is unknown. ``patterns`` has the path of each field's datasets, with ``*`` for the name of the episode.
     ``offsets`` has, for each uncompressed field, the offset of each row. All are int64.
     """
 
-    def __init__(self, episodes: FileSet) -> None:
-        self.episodes, first = episodes, episodes.readers[0]
-        self.path, self.stamp, self.header, self.sums = first.path, first.stamp, first.header, {}
-        self.trusted, self.checksums = first.trusted, first.checksums
-        self.fields, self.main, self.ragged = episodes.fields, episodes.main, episodes.ragged
-        self.num_samples, self.starts = episodes.num_samples, np.array([0, episodes.num_samples])
-        self.chunk_samples, self.chunk_starts = episodes.chunk_samples, episodes.chunk_starts
+    def __init__(self, episodes: FileSet, patterns: Mapping[str, str]) -> None:
+        first = episodes.readers[0]
+        super().__init__(
+            first.path,
+            episodes.fields,
+            episodes.num_samples,
+            stamp=first.stamp,
+            header=first.header,
+            trusted=first.trusted,
+            checksums=first.checksums,
+            main=episodes.main.name,
+            chunk_samples=episodes.chunk_samples,
+            chunk_starts=episodes.chunk_starts,
+        )
+        self.episodes, self._patterns = episodes, dict(patterns)
         self.starts_of: dict[str, np.ndarray] = {}
         self.offsets: dict[str, np.ndarray] = {}
+
+    def datasets_of(self, field: str) -> list[tuple[Path, str]]:
+        return [(self.path, self._patterns.get(field, field))]
 
     @cached_property
     def fingerprint(self) -> int:
@@ -51,11 +63,6 @@ class EpisodeFile(H5Reader):
         datasets = "\n".join(reader.main.dataset for reader in self.episodes.readers)
         fingerprint = zlib.crc32(datasets.encode("utf-8", "surrogateescape"), self.episodes.readers[0].fingerprint)
         return zlib.crc32(self.episodes.starts.tobytes(), fingerprint)
-
-    @property
-    def recommendation(self) -> None:
-        """Always None: `h5chunk tune` stores recommendations for datasets, not for episodes."""
-        return
 
     def set_caches(self, main: CacheSettings) -> None:
         self.episodes.set_caches(main)
@@ -72,7 +79,7 @@ class EpisodeFile(H5Reader):
     def close(self) -> None:
         self.episodes.close()
 
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "episodes": copy(self.episodes)}
 
 
@@ -106,7 +113,8 @@ def open_episodes(
                 types = types or {name: handle[field.dataset].id.get_type() for name, field in alike[0].fields.items()}
             readers.append(alike[0])
             starts.append(alike[1])
-    episodes = EpisodeFile(FileSet(readers, file))
+    patterns = {field: f"{parent}*{suffix}" for field, suffix in suffixes.items()}
+    episodes = EpisodeFile(FileSet(readers, file), patterns)
     rows = [field for field in suffixes if not isinstance(episodes.fields[field], EncodedField)]
     episodes.starts_of = {field: np.array([each.get(field, -1) for each in starts]) for field in rows}
     return episodes

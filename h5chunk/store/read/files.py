@@ -23,6 +23,7 @@ from h5chunk.store.read.checksums import FIRST, OFF
 from h5chunk.store.read.fields import Stored
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Source
 from h5chunk.urls import PATTERN, is_cut_url, is_url, local_copy_of, parse
 
 OnePath = str | os.PathLike[str]
@@ -39,7 +40,7 @@ def open_reader(
     trusted: bool = False,
     checksums: str = OFF,
     remote: RemoteOptions = NO_OPTIONS,
-) -> H5Reader:
+) -> Source:
     """Open one file, or several files as one data set.
 
     ``path`` is a file, a folder, a pattern such as ``shards/*.h5``, a URL of one of these, or a list of them. The files
@@ -56,12 +57,14 @@ def open_reader(
     return _open(files, fields, name, trusted, checksums)
 
 
-def reopen_with_fields(reader: H5Reader, fields: Stored) -> H5Reader:
-    """Open other fields of the same file or files."""
+def reopen_with_fields(reader: Source, fields: Mapping[str, str]) -> Source:
+    """Open other fields of the same file or files. Raises FieldError if these have no rows for the samples."""
+    for name in fields:
+        reader.check_rows(name)
     return _open([single.path for single in reader.readers], fields, reader.path, reader.trusted, reader.checksums)
 
 
-def _open(files: list[Path], fields: Stored | None, name: Path, trusted: bool, checksums: str) -> H5Reader:
+def _open(files: list[Path], fields: Stored | None, name: Path, trusted: bool, checksums: str) -> Source:
     """Open files. Untrusted files are first opened in a child process, because they may crash HDF5."""
     if checksums == OFF and any(mirror.keeps for mirror in map(local_copy_of, files) if mirror is not None):
         with suppress(OptionError):  # a file has no checksums
@@ -117,6 +120,14 @@ def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
 def list_data_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
     """List files as `list_files` does, for a data set that must find them after the current folder was changed."""
     return [Path(os.path.abspath(file)) for file in list_files(path, remote)]
+
+
+def list_local_files(path: Paths, remote: RemoteOptions, kind: str) -> list[Path]:
+    """List files as `list_data_files` does. Raises OptionError for URLs, because ``kind`` cannot read them."""
+    files = list_data_files(path, remote)
+    if any(local_copy_of(file) is not None for file in files):
+        raise OptionError(f"path is {path!r}, but {kind} reads only local files: copy the objects to a disk first")
+    return files
 
 
 def single_file(path: Paths) -> Path | None:

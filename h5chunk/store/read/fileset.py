@@ -12,9 +12,8 @@ import os
 import resource
 import zlib
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.encoded import EncodedField
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField, SeriesField
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Computed, Source
 from h5chunk.store.read.tables import COLUMN_IDS, check_same
 from h5chunk.store.read.vlen import VlenField
 
@@ -49,48 +48,80 @@ COLUMNS_REMEDY = (
 CATEGORIES_REMEDY = "convert their sources together, or read these files separately"
 
 
-class FileSet(H5Reader):
-    """Several readers that are read as one. Each of them reads a file or a part of a file.
+class FileSet(Source):
+    """Several sources that are read as one. Each of them reads a file or a part of a file.
 
     If chunks differ in size, ``chunk_samples`` is the average. ``header`` combines the headers of all files, and is
     None if a file has none. Raises FieldError if fields or classes differ between files.
     """
 
-    is_set = True
-
-    def __init__(self, readers: Sequence[H5Reader], name: Path) -> None:
-        self.path, self.trusted, self.checksums = name, readers[0].trusted, readers[0].checksums
-        self._readers, num_files = tuple(readers), len({reader.path for reader in readers})
+    def __init__(self, readers: Sequence[Source], name: Path) -> None:
+        num_files = len({reader.path for reader in readers})
         max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if max_files != resource.RLIM_INFINITY and num_files + RESERVED_DESCRIPTORS > max_files:
             raise FileError(
                 f"{printable(name)} has {num_files} files, but this process may open only {max_files}: raise the "
                 f"limit with ulimit -n {2 * num_files + 1024}, or combine the files into fewer ones"
             )
-        self.is_remote = any(reader.is_remote for reader in self.readers)
-        _check_names(self.readers)
-        _check_same_names(self.readers)
-        self.fields = {field: _combine_field(self.readers, field) for field in self.readers[0].fields}
-        lengths = [reader.num_samples for reader in self.readers]
-        self.starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-        self.num_samples = int(self.starts[-1])
-        main = self.fields[self.readers[0].main.name]
-        chunk_samples = [reader.chunk_samples for reader in self.readers]
-        if not any(reader.main.grid.chunks for reader in self.readers):  # contiguous data has no chunks
-            chunk_samples = [good_chunk_samples(self.num_samples, main.grid.sample_bytes)] * len(lengths)
-        files = zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), chunk_samples, strict=True)
-        starts = np.concatenate([*(np.arange(start, stop, size) for start, stop, size in files), self.starts[-1:]])
-        with_samples = [size for num_samples, size in zip(lengths, chunk_samples, strict=True) if num_samples]
-        self.chunk_samples = size = with_samples[0] if with_samples else max(chunk_samples)
-        sizes = np.diff(starts)
-        if len(sizes) and ((sizes[:-1] != size).any() or sizes[-1] > size):
-            self.chunk_starts, self.chunk_samples = starts, round(self.num_samples / len(sizes))
-        self.ragged = replace(main, chunk_samples=self.chunk_samples) if isinstance(main, RaggedField) else None
-        if isinstance(main, Field) and main.grid.chunks:  # orders and caches assume chunks of the average size
-            main = replace(main, grid=replace(main.grid, chunks=(self.chunk_samples, *main.grid.chunks[1:])))
-        self.main = self.fields[main.name] = self.ragged or main
+        _check_names(readers)
+        _check_same_names(readers)
+        fields = {field: _combine_field(readers, field) for field in readers[0].fields}
+        lengths = [reader.num_samples for reader in readers]
+        borders = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        num_samples = int(borders[-1])
+        main = fields[readers[0].main.name]
+        sizes_in_files = [reader.chunk_samples for reader in readers]
+        if not any(reader.main.grid.chunks for reader in readers):  # contiguous data has no chunks
+            sizes_in_files = [good_chunk_samples(num_samples, main.grid.sample_bytes)] * len(lengths)
+        files = zip(borders[:-1].tolist(), borders[1:].tolist(), sizes_in_files, strict=True)
+        starts = np.concatenate([*(np.arange(start, stop, size) for start, stop, size in files), borders[-1:]])
+        with_samples = [size for length, size in zip(lengths, sizes_in_files, strict=True) if length]
+        chunk_samples, sizes = with_samples[0] if with_samples else max(sizes_in_files), np.diff(starts)
+        are_alike = not len(sizes) or ((sizes[:-1] == chunk_samples).all() and sizes[-1] <= chunk_samples)
+        if not are_alike:
+            chunk_samples = round(num_samples / len(sizes))
+        if isinstance(main, RaggedField):
+            main = replace(main, chunk_samples=chunk_samples)
+        elif main.grid.chunks:  # orders and caches assume chunks of the average size
+            main = replace(main, grid=replace(main.grid, chunks=(chunk_samples, *main.grid.chunks[1:])))
+        super().__init__(
+            name,
+            fields | {main.name: main},
+            num_samples,
+            readers=readers,
+            trusted=readers[0].trusted,
+            checksums=readers[0].checksums,
+            main=main.name,
+            starts=borders,
+            chunk_samples=chunk_samples,
+            chunk_starts=None if are_alike else starts,
+            is_rows=all(reader.is_rows for reader in readers),
+        )
         self.header = _combine_headers(self)
         self._cache: CacheSettings | None = None
+
+    @property
+    def computed(self) -> dict[str, Computed]:
+        """The computed fields of the files, which have equal dtypes."""
+        fields = {name: computed.field for name, computed in self.readers[0].computed.items()}
+        return {
+            name: Computed.described(
+                name, (self.num_samples, *field.sample_shape), field.dtype, partial(self._compute, field)
+            )
+            for name, field in fields.items()
+        }
+
+    def _compute(self, field: Field, samples: np.ndarray) -> np.ndarray:
+        values = np.empty((len(samples), *field.sample_shape), field.dtype)
+        for number, positions in self.by_file(samples):
+            compute = self.readers[number].computed[field.name].of
+            values[positions] = compute(samples[positions] - self.starts[number])
+        return values
+
+    def names_of(self, samples: np.ndarray) -> np.ndarray | None:
+        named = [reader.names_of(np.arange(reader.num_samples)) for reader in self.readers]
+        found = [names for names in named if names is not None]
+        return np.concatenate(found)[samples] if len(found) == len(named) else None
 
     @cached_property
     def fingerprint(self) -> int:
@@ -116,7 +147,7 @@ class FileSet(H5Reader):
             for reader in self.readers:
                 reader.set_caches(self._share(reader, main))
 
-    def _share(self, reader: H5Reader, main: CacheSettings) -> CacheSettings:
+    def _share(self, reader: Source, main: CacheSettings) -> CacheSettings:
         """Return the cache for one file's share of the open chunks, with a margin for random variation."""
         grid = reader.main.grid
         if not main.nbytes or not grid.chunks:
@@ -155,23 +186,6 @@ class FileSet(H5Reader):
             if not is_whole and isinstance(out, np.ndarray):
                 out[positions] = target
 
-    def check_unchanged(self, descriptor: object = None) -> None:
-        """Raise FileError if a file was changed.
-
-        Do nothing if there is a descriptor, because reading checks the open files.
-        """
-        if descriptor is None:
-            for reader in self.readers:
-                reader.check_unchanged()
-
-    def close(self) -> None:
-        """Close the files in this process. The next read opens them again."""
-        for reader in self.readers:
-            reader.close()
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**super().__getstate__(), "_readers": tuple(copy(reader) for reader in self.readers)}
-
 
 def with_remedy(error: FileError, num_files: int) -> FileError:
     """Return the error. If too many files are open, add a remedy to it."""
@@ -180,7 +194,7 @@ def with_remedy(error: FileError, num_files: int) -> FileError:
     return FileError(f"{error}. Raise the limit with ulimit -n, or combine the {num_files} files into fewer ones")
 
 
-def _check_names(readers: Sequence[H5Reader]) -> None:
+def _check_names(readers: Sequence[Source]) -> None:
     """Raise OptionError if a file is repeated, and FieldError if the names of fields differ between files."""
     seen: dict[tuple[object, ...], Path] = {}
     first = readers[0]
@@ -200,7 +214,7 @@ def _check_names(readers: Sequence[H5Reader]) -> None:
             )
 
 
-def _check_same_names(readers: Sequence[H5Reader]) -> None:
+def _check_same_names(readers: Sequence[Source]) -> None:
     """Raise FieldError if the column ids of a matrix, or the categories of a field, differ between files."""
     if all(reader.matrix is not None for reader in readers):
         check_same([(reader, COLUMN_IDS) for reader in readers], "columns", COLUMNS_REMEDY)
@@ -210,7 +224,7 @@ def _check_same_names(readers: Sequence[H5Reader]) -> None:
             check_same(tables, f"categories of {name!r}", CATEGORIES_REMEDY)
 
 
-def _combine_field(readers: Sequence[H5Reader], name: str) -> Field | RaggedField:
+def _combine_field(readers: Sequence[Source], name: str) -> Field | RaggedField:
     """Describe a field of all files as one field, with the chunk shape of the file with the largest chunks."""
     if any(isinstance(reader.fields[name], EncodedField) for reader in readers):
         readers = [reader for reader in readers if reader.num_samples]  # images are recognised by their first row
@@ -242,14 +256,14 @@ def _combine_field(readers: Sequence[H5Reader], name: str) -> Field | RaggedFiel
     return replace(dense[0], grid=grid)
 
 
-def _places(reader: H5Reader, first: H5Reader, name: str) -> list[str]:
+def _places(reader: Source, first: Source, name: str) -> list[str]:
     """Return the files of two readers. For episodes in groups of one file, add the datasets of the field."""
     both = reader, first
     datasets = [f": {each.fields[name].dataset!r}" if reader.path == first.path else "" for each in both]
     return [f"{printable(each.path)}{dataset}" for each, dataset in zip(both, datasets, strict=True)]
 
 
-def _check_equal(readers: Sequence[H5Reader], name: str, traits: Sequence[str], remedy: str) -> None:
+def _check_equal(readers: Sequence[Source], name: str, traits: Sequence[str], remedy: str) -> None:
     first = readers[0].fields[name]
     for reader in readers[1:]:
         for trait in traits:
@@ -299,7 +313,7 @@ def _combine_headers(files: FileSet) -> Header | None:
     )
 
 
-def _class_names(readers: Sequence[H5Reader]) -> tuple[str, ...]:
+def _class_names(readers: Sequence[Source]) -> tuple[str, ...]:
     """Return the longest list of class names. Raises FieldError unless it begins with the lists of all other files."""
     named = [(reader.path, reader.header.class_names) for reader in readers if reader.header is not None]
     longest, longest_names = max(named, key=lambda item: len(item[1]), default=(Path(), ()))

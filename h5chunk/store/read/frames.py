@@ -10,29 +10,31 @@ from pathlib import Path
 import numpy as np
 
 from h5chunk.errors import FieldError, OptionError, printable, shown
-from h5chunk.remote.mirror import NO_OPTIONS
+from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.read.episodes import EpisodeFile, open_episodes
 from h5chunk.store.read.fields import FrameDataset, FrameDecoder
-from h5chunk.store.read.files import Paths, check_shards, list_data_files, open_reader
+from h5chunk.store.read.files import Paths, check_shards, list_local_files, open_reader
 from h5chunk.store.read.fileset import FileSet
-from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import find_offsets
-from h5chunk.urls import local_copy_of
+from h5chunk.store.read.source import Source
 
 
 def open_frames(
-    path: Paths, fields: Mapping[str, str], decoder: FrameDecoder, trusted: bool, checksums: str
-) -> H5Reader:
+    path: Paths,
+    fields: Mapping[str, str],
+    decoder: FrameDecoder,
+    trusted: bool,
+    checksums: str,
+    remote: RemoteOptions = NO_OPTIONS,
+) -> Source:
     """Open the frames of all episodes as the rows of one reader. JPEG and PNG images are decoded by ``decoder``.
 
     If the paths in ``fields`` have a ``*``, each group that it matches is an episode. Raises OptionError if the ``*``
     are not in the same place or do not replace a complete name, and for URLs.
     """
     parents = {re.sub(r"\*.*", "", dataset) for dataset in fields.values()}
-    files = list_data_files(path, NO_OPTIONS)
-    if any(local_copy_of(file) is not None for file in files):
-        raise OptionError(f"path is {path!r}, but windows are read only from local files: copy the objects first")
+    files = list_local_files(path, remote, "Windows")
     if all("*" not in dataset for dataset in fields.values()):
         datasets = {name: FrameDataset(dataset, decoder) for name, dataset in fields.items()}
         return open_reader(path, datasets, trusted=trusted, checksums=checksums)
@@ -62,7 +64,7 @@ def open_frames(
     return readers[0] if len(readers) == 1 else FileSet(readers, Path(f"{shown(files[0])}{more}"))
 
 
-def episode_names(frames: H5Reader, fields: Mapping[str, str]) -> list[str]:
+def episode_names(frames: Source, fields: Mapping[str, str]) -> list[str]:
     """Return the name of each episode, which is the name of its group or of its file."""
     at = next((dataset.strip("/").split("/").index("*") for dataset in fields.values() if "*" in dataset), 0)
     names: list[str] = []
@@ -72,14 +74,14 @@ def episode_names(frames: H5Reader, fields: Mapping[str, str]) -> list[str]:
     return names
 
 
-def borders_of(frames: H5Reader) -> np.ndarray:
+def borders_of(frames: Source) -> np.ndarray:
     """Return the first row of each episode, and finally the number of rows: (num_episodes + 1,) int64."""
     starts = zip(frames.starts.tolist(), frames.readers, strict=False)
     own = [start + (each.episodes if isinstance(each, EpisodeFile) else each).starts[:-1] for start, each in starts]
     return np.concatenate([*own, frames.starts[-1:]])
 
 
-def find_borders(frames: H5Reader, kind: str, dataset: str, trusted: bool) -> np.ndarray:
+def find_borders(frames: Source, kind: str, dataset: str, trusted: bool) -> np.ndarray:
     """Read the borders of episodes, in the form that `borders_of` returns, from a dataset in each file.
 
     The dataset has the lengths of episodes if ``kind`` is "lengths", and their first rows if it is "offsets".
@@ -91,7 +93,7 @@ def find_borders(frames: H5Reader, kind: str, dataset: str, trusted: bool) -> np
     return np.concatenate(found)
 
 
-def _ends_of_episodes(reader: H5Reader, num_rows: int, kind: str, dataset: str, trusted: bool) -> np.ndarray:
+def _ends_of_episodes(reader: Source, num_rows: int, kind: str, dataset: str, trusted: bool) -> np.ndarray:
     """Return the end of each episode of a file, which is the row after its last row: (num_episodes,) int64."""
     table, where = open_reader(reader.path, {kind: dataset}, trusted=trusted), printable(reader.path)
     field = table.fields[kind]

@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -16,14 +16,13 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, names_text, printable
-from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as
 from h5chunk.store.hdf5.codecs import ChunkDecoder, DecodeError, NoDecoder, scratch
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.keyed_index import CONTIGUOUS, THROUGH_HDF5, FieldIndex
-from h5chunk.store.hdf5.keyed_list import Report, open_index
+from h5chunk.store.hdf5.keyed_index import CONTIGUOUS, THROUGH_HDF5, KeyedIndex
 from h5chunk.store.hdf5.open import open_file, opened, translate_errors
 from h5chunk.store.hdf5.ranges import PART_BYTES, ReadTask, read_bytes, row_tasks, vector_tasks
 from h5chunk.store.read.checksums import OFF
@@ -31,55 +30,53 @@ from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import SeriesField
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Computed, Source
 
 OUTDATED = "does not match the index of the file: delete the index, NAME.h5chunk-index-*"
 
 
-class KeyedReader(H5Reader):
-    """A reader whose samples are the datasets that match patterns, in the order of their names."""
+def _describe(path: Path, name: str, pattern: str, index: KeyedIndex, chunk_samples: int) -> Field | SeriesField:
+    field = index.fields[name]
+    if not math.prod(field.shape[field.is_ragged :]):
+        raise FieldError(f"{printable(path)}: {name!r} has no values in any sample: leave it out")
+    if field.is_ragged:
+        total = int(field.lengths.sum()) * field.step_items
+        where = name, pattern, len(index), total, chunk_samples, False
+        return SeriesField(*where, step_shape=field.shape[1:], value_dtype=field.dtype)
+    shape = len(index), *field.shape
+    return Field(name, pattern, ChunkGrid(shape, None, field.dtype.itemsize, False), field.dtype)
 
-    def __init__(
-        self, path: Path, patterns: Mapping[str, str], attributes: Mapping[str, Any], trusted: bool, report: Report
-    ) -> None:
-        self.path, self.stamp, self.header, self.sums = path, stamp_of(path), None, {}
-        self.trusted, self.checksums, self.patterns = trusted, OFF, dict(patterns)
-        self.index = index = open_index(path, patterns, attributes, trusted, report)
-        self.num_samples, self.starts = len(index), np.array([0, len(index)])
-        total = sum(int(field.sample_bytes().sum()) for field in index.fields.values())
-        self.chunk_samples = good_chunk_samples(len(index), total // len(index))
-        self._describe_fields()
-        self._file: tuple[int, Any] = (0, None)  # the process that has opened the file, and the file
-        self._opened, self._lock = None, threading.Lock()
 
-    def set_varying(self, names: Collection[str]) -> None:
-        """Describe these fields as samples of several lengths, because the samples of other files differ in length."""
-        for name in names:
-            self.index.fields[name].varies = True
-        self._describe_fields()
+class KeyedReader(Source):
+    """A source whose samples are the datasets that match ``patterns``, in the order of their names in ``index``."""
 
-    def _describe_fields(self) -> None:
-        index = self.index
+    def __init__(self, path: Path, patterns: Mapping[str, str], index: KeyedIndex, *, trusted: bool) -> None:
         ragged = [name for name, field in index.fields.items() if field.is_ragged]
         if len(ragged) > 1:
             raise FieldError(
-                f"{printable(self.path)}: {names_text(map(repr, ragged))} differ in length between samples, but only "
+                f"{printable(path)}: {names_text(map(repr, ragged))} differ in length between samples, but only "
                 "one such field is supported: leave out the others"
             )
-        self.fields = {name: self._describe(name, field) for name, field in index.fields.items()}
-        series = [field for field in self.fields.values() if isinstance(field, SeriesField)]
-        self.ragged = series[0] if series else None
-        self.main = self.ragged or max(self.fields.values(), key=lambda field: field.grid.sample_bytes)
+        self.index, self.patterns = index, dict(patterns)
+        total = sum(int(field.sample_bytes().sum()) for field in index.fields.values())
+        chunk_samples = good_chunk_samples(len(index), total // len(index))
+        fields = {name: _describe(path, name, patterns[name], index, chunk_samples) for name in index.fields}
+        super().__init__(
+            path, fields, len(index), stamp=stamp_of(path), trusted=trusted, checksums=OFF, chunk_samples=chunk_samples
+        )
+        self._file: tuple[int, Any] = (0, None)  # the process that has opened the file, and the file
+        self._lock = threading.Lock()
 
-    def _describe(self, name: str, field: FieldIndex) -> Field | SeriesField:
-        if not math.prod(field.shape[field.is_ragged :]):
-            raise FieldError(f"{printable(self.path)}: {name!r} has no values in any sample: leave it out")
-        if field.is_ragged:
-            total = int(field.lengths.sum()) * field.step_items
-            where = name, self.patterns[name], len(self.index), total, self.chunk_samples, False
-            return SeriesField(*where, step_shape=field.shape[1:], value_dtype=field.dtype)
-        shape = len(self.index), *field.shape
-        return Field(name, self.patterns[name], ChunkGrid(shape, None, field.dtype.itemsize, False), field.dtype)
+    @property
+    def computed(self) -> dict[str, Computed]:
+        """The attributes of the samples."""
+        return {
+            name: Computed.described(name, values.shape, values.dtype, values.__getitem__)
+            for name, values in self.index.columns.items()
+        }
+
+    def names_of(self, samples: np.ndarray) -> np.ndarray:
+        return np.array([self.index.name(number) for number in samples.tolist()], np.str_)
 
     @cached_property
     def indptr(self) -> np.ndarray:
@@ -95,17 +92,6 @@ class KeyedReader(H5Reader):
         for array in (self.index.names, self.index.ends, *self.index.columns.values()):
             fingerprint = zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data, fingerprint)
         return fingerprint
-
-    @property
-    def recommendation(self) -> None:
-        """Always None, because `h5chunk tune` stores recommendations for chunks, and samples share no chunks."""
-        return
-
-    def set_caches(self, main: CacheSettings) -> None:
-        """Do nothing, because samples share no chunks."""
-
-    def actual_caches(self) -> dict[str, CacheSettings]:
-        return dict.fromkeys(self.fields, CacheSettings(1, 0, 0.75))
 
     def dataset_of(self, name: str, number: int) -> str:
         """Return the path of a sample's dataset."""
@@ -137,10 +123,7 @@ class KeyedReader(H5Reader):
         if process == os.getpid():
             file.close()
 
-    def check_metadata(self) -> None:
-        self.check_unchanged()
-
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_lock": None, "_file": (0, None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -6,10 +6,9 @@ sorted and read chunk by chunk, so that a request reads no chunk twice.
 
 from __future__ import annotations
 
-import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -22,12 +21,8 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, OptionError, UnsupportedError, printable
 from h5chunk.plan.cache import CALL_BYTES, CacheSettings
-from h5chunk.plan.csr import bounded_window, fullest_chunks
-from h5chunk.plan.layout import choose_window_chunks, good_chunk_samples
-from h5chunk.remote.mirror import Mirror
 from h5chunk.stamp import stamp_of
-from h5chunk.store.format.header import Header, checksums_of, lost_fields, read_header
-from h5chunk.store.format.recommendation import Recommended, read_recommendation
+from h5chunk.store.format.header import checksums_of, lost_fields, read_header
 from h5chunk.store.hdf5.chunk_table import leaves_memory, list_chunks
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import OpenFile, descriptor_of, open_file, opened, translate_errors
@@ -44,6 +39,7 @@ from h5chunk.store.read.ragged import (
     read_image_sizes,
     read_indptr,
 )
+from h5chunk.store.read.source import Source
 from h5chunk.store.read.vlen import VlenField, read_pointers, vlen_indptr
 from h5chunk.urls import local_copy_of
 
@@ -61,25 +57,32 @@ def _joined(fields: Sequence[RaggedField]) -> str:
     return f", or join them as columns of one dataset, such as file['NEW'] = np.stack([{values}{more}], -1)"
 
 
-class H5Reader:
-    """A reader of fields of one file. `h5chunk.store.read.fileset.FileSet` reads several files as one.
+def _of_one_length(fields: Collection[Field | RaggedField]) -> str:
+    """Return the remedy for fields that differ in length."""
+    shapes = [field.grid.shape for field in fields]
+    if len({shape[-1] for shape in shapes}) == 1 and max(map(len, shapes)) > 1:
+        return (
+            "name fields of one length; the last axes are equal, so if the samples are along these, as in files of "
+            "MATLAB, use the transposed copies file['NEW'] = file['OLD'][:].T"
+        )
+    shortest = min(shape[0] for shape in shapes)
+    longest = max(fields, key=lambda field: field.grid.shape[0]).dataset
+    return (
+        "name fields of one length, or copy the rows that belong to samples, such as "
+        f"file['NEW'] = file[{longest!r}][:{shortest}]"
+    )
+
+
+class H5Reader(Source):
+    """A source of the rows of datasets of one file. `h5chunk.store.read.fileset.FileSet` joins several files.
 
     ``fields`` maps field names to the paths of datasets, of groups with a CSR matrix, or to `FlatSamples`. By default
     these are the fields that the file records, or else ``images`` or the matrix ``X``, and ``labels``. ``checksums`` is
     when chunks of an h5chunk file are compared with their checksums: "off", "first" (at this process's first read) or
     "always". ``file`` is the open file, if it is open already.
-
-    ``ragged`` is the field whose samples differ in length, such as a matrix, or None. The ``main`` field is ``ragged``,
-    or else the field with the largest samples. Its chunks have ``chunk_samples`` samples. ``starts``, (num_files + 1,)
-    int64, is the first sample of each file, and finally the number of samples.
     """
 
-    chunk_starts: np.ndarray | None = None  # first sample of each chunk; None if all have ``chunk_samples`` samples
-    mirror: Mirror | None = None  # the mirror of a remote object, whose local copy is at ``path``
-    is_set = False  # whether there are several files
-    is_remote = False  # whether at least one file is a remote object
     why_no_labels: str = ""  # the reason why labels are not read by default, or empty
-    _readers: tuple[H5Reader, ...] = ()  # the readers of all files of a set
 
     def __init__(
         self,
@@ -90,106 +93,48 @@ class H5Reader:
         checksums: str = OFF,
         file: h5py.File | None = None,
     ) -> None:
-        self.path, self.mirror = Path(path), local_copy_of(path)
-        self.trusted, self.checksums = trusted, checksums
-        self.is_remote = self.mirror is not None
-        self.stamp = stamp_of(self.path)  # compared after opening, to detect a replaced file
-        with opened(self.path) if file is None else nullcontext(file) as file:
-            self.header: Header | None = read_header(file)
+        self.mirror = local_copy_of(path)
+        path = Path(path)
+        stamp = stamp_of(path)  # compared after opening, to detect a replaced file
+        with opened(path) if file is None else nullcontext(file) as file:
+            header = read_header(file)
             is_default = fields is None
             if fields is None:
-                fields = default_fields(file, self.path, self.header)
+                fields = default_fields(file, path, header)
             if not fields:
                 raise OptionError("fields is empty: name at least one dataset")
             for name in (*fields.keys(), *fields.values()):
                 if not isinstance(name, (str, FlatSamples, FrameDataset)):
                     raise OptionError(f"fields contains {name!r}: pass names of datasets")
-            guard = Guard(self.path, trusted)
-            self.fields = {}
+            guard = Guard(path, trusted)
+            found: dict[str, Field | RaggedField] = {}
             for name, dataset in fields.items():
                 try:
-                    self.fields[name] = describe(file, self.path, name, dataset, self.header, guard)
+                    found[name] = describe(file, path, name, dataset, header, guard)
                 except FieldError as error:
-                    may_miss = is_default and self.header is None and name == LABELS and self.fields
+                    may_miss = is_default and header is None and name == LABELS and found
                     if not may_miss or not isinstance(error, UnsupportedError):
                         raise
                     self.why_no_labels = str(error)
-            self.sums: Sums = read_sums(file, self.path, self.fields, self.header, checksums)
-            if is_default and self.sums and (lost := lost_fields(file)):
+            sums = read_sums(file, path, found, header, checksums)
+            if is_default and sums and (lost := lost_fields(file)):
                 raise OptionError(
-                    f"checksums is {checksums!r}, but {printable(self.path)} has checksums of {printable(lost[0])!r}, "
+                    f"checksums is {checksums!r}, but {printable(path)} has checksums of {printable(lost[0])!r}, "
                     "which does not exist: give the field its name back, or name the fields to read (fields=[...])"
                 )
-        ragged = [field for field in self.fields.values() if isinstance(field, RaggedField)]
+        ragged = [field for field in found.values() if isinstance(field, RaggedField)]
         if len(ragged) > 1:
             all_matrices = all(isinstance(field, MatrixField) for field in ragged)
             which = "sparse matrices" if all_matrices else "fields whose samples differ in length"
-            raise FieldError(f"{printable(self.path)}: fields has {len(ragged)} {which}: choose one{_joined(ragged)}")
-        self.ragged: RaggedField | None = ragged[0] if ragged else None
-        lengths = {name: field.grid.shape[0] for name, field in self.fields.items()}
+            raise FieldError(f"{printable(path)}: fields has {len(ragged)} {which}: choose one{_joined(ragged)}")
+        lengths = {name: field.grid.shape[0] for name, field in found.items()}
         if len(set(lengths.values())) > 1:
-            listed = ", ".join(f"{self.fields[name].dataset!r} has {length}" for name, length in lengths.items())
-            raise FieldError(f"{printable(self.path)}: fields differ in length ({listed}): {self._of_one_length()}")
-        self.num_samples = next(iter(lengths.values()))
+            listed = ", ".join(f"{found[name].dataset!r} has {length}" for name, length in lengths.items())
+            raise FieldError(f"{printable(path)}: fields differ in length ({listed}): {_of_one_length(found.values())}")
+        how: dict[str, Any] = {"trusted": trusted, "checksums": checksums, "sums": sums, "is_rows": True}
+        super().__init__(path, found, next(iter(lengths.values())), stamp=stamp, header=header, **how)
         self._caches: dict[str, CacheSettings] = {}
         self._opened: tuple[int, dict[str, Any]] | None = None
-        self.starts = np.array([0, self.num_samples])
-        self.main: Field | RaggedField = self.ragged or max(
-            self.fields.values(), key=lambda field: field.grid.sample_bytes
-        )
-        good = good_chunk_samples(self.num_samples, self.main.grid.sample_bytes)
-        self.chunk_samples: int = self.main.grid.band_samples or good  # contiguous data has no chunks
-
-    def _of_one_length(self) -> str:
-        """Return the remedy for fields that differ in length."""
-        shapes = [field.grid.shape for field in self.fields.values()]
-        if len({shape[-1] for shape in shapes}) == 1 and max(map(len, shapes)) > 1:
-            return (
-                "name fields of one length; the last axes are equal, so if the samples are along these, as in files of "
-                "MATLAB, use the transposed copies file['NEW'] = file['OLD'][:].T"
-            )
-        shortest = min(shape[0] for shape in shapes)
-        longest = max(self.fields.values(), key=lambda field: field.grid.shape[0]).dataset
-        return (
-            "name fields of one length, or copy the rows that belong to samples, such as "
-            f"file['NEW'] = file[{longest!r}][:{shortest}]"
-        )
-
-    @property
-    def matrix(self) -> MatrixField | None:
-        """The sparse matrix, if there is one."""
-        return self.ragged if isinstance(self.ragged, MatrixField) else None
-
-    @property
-    def readers(self) -> tuple[H5Reader, ...]:
-        """The readers of all files. For a single file, this is the reader itself."""
-        return self._readers or (self,)
-
-    def by_file(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Group rows by file. Yields the index of a file and the positions of its rows in ``rows``, ascending."""
-        if not len(rows):
-            return
-        if len(self.readers) == 1:
-            yield 0, np.arange(len(rows))
-            return
-        files = np.searchsorted(self.starts, rows, "right") - 1
-        order = np.argsort(files.astype(np.uint16) if len(self.readers) <= 1 << 16 else files, kind="stable")
-        for start, stop in pairwise([0, *(np.flatnonzero(np.diff(files[order])) + 1).tolist(), len(rows)]):
-            positions = order[start:stop]
-            yield int(files[positions[0]]), positions
-
-    def cache_bytes(self, main: CacheSettings) -> int:
-        """Return the maximum total size in bytes of the main field's caches in one process.
-
-        ``main`` has the settings of the cache.
-        """
-        return main.nbytes
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Decoded size in bytes of all chunks of the main field that contain the same ``chunk_samples`` samples."""
-        grid = self.main.grid
-        return grid.band_bytes if grid.chunks else self.chunk_samples * grid.sample_bytes
 
     @cached_property
     def fingerprint(self) -> int:
@@ -220,15 +165,6 @@ class H5Reader:
             self._check_table(file, self.ragged, self.ragged.pointers)
             return read_indptr(file, self.path, self.ragged)
 
-    @property
-    def sample_lengths(self) -> np.ndarray:
-        """The length of each sample along its first axis: (n,) int64. Raises FieldError if no field has lengths."""
-        if not isinstance(self.ragged, SeriesField):
-            raise FieldError(
-                f"{printable(self.path)}: no field has samples that differ in length: name one with offsets or lengths"
-            )
-        return np.diff(self.indptr) // self.ragged.step_items
-
     @cached_property
     def image_sizes(self) -> ImageSizes:
         """The height and width of each image, in a field of images of any size.
@@ -250,30 +186,6 @@ class H5Reader:
             checks = ChunkChecks(self.path, name, chunks, self.sums[name])
             checks.check(descriptor_of(file), np.arange(len(chunks)))
 
-    @property
-    def recommendation(self) -> Recommended | None:
-        """The window in chunks, and the cache of one process, stored by `h5chunk tune` or else in the header."""
-        facts = {"num_samples": self.num_samples, "chunk_samples": self.chunk_samples}
-        stored = read_recommendation(self.path, dataset=self.main.dataset, **facts)
-        if stored is not None or self.header is None:
-            return stored
-        return self.header.window_chunks, self.header.cache
-
-    @property
-    def recommended_window(self) -> int:
-        """Number of chunks to shuffle together: the recommendation, or else as many as fit in the default memory.
-
-        It is reduced if some chunks of a matrix have far more entries than others, because the size of a window is
-        limited.
-        """
-        if recommended := self.recommendation:
-            window_chunks = recommended[0]
-        else:
-            window_chunks = choose_window_chunks(self.chunk_bytes, math.ceil(self.num_samples / self.chunk_samples))
-        if self.ragged is None:
-            return window_chunks
-        return bounded_window(window_chunks, fullest_chunks(self.indptr, self.chunk_samples))
-
     def set_caches(self, main: CacheSettings) -> None:
         """Set the cache of the main field. The caches of other fields are chosen for the same number of samples."""
         room_samples = main.nbytes // max(1, self.main.grid.band_bytes) * self.chunk_samples
@@ -294,11 +206,6 @@ class H5Reader:
         return {name: cache_of(handle.id) for name, handle in self._handles().items()}
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        """Read rows of a field, (n,) int64, in any order and possibly repeated, into ``out``.
-
-        ``out`` is a C-contiguous array, (n, *sample_shape) of the field's dtype. For a matrix it is a `CsrBuffers` with
-        ``starts`` set.
-        """
         handle = self._handles()[name]
         try:
             with handle.lock:  # the handle reuses its buffer and its selection
@@ -336,16 +243,6 @@ class H5Reader:
         self._opened = os.getpid(), handles
         return handles
 
-    def check_unchanged(self, descriptor: int | None = None) -> None:
-        """Raise FileError if the file at the path, or the open file, was changed since this reader was made."""
-        stamp = stamp_of(self.path if descriptor is None else descriptor)
-        if not stamp:
-            raise FileError(f"{printable(self.path)}: the file was removed since it was first opened: put it back")
-        if stamp != self.stamp:
-            raise FileError(
-                f"{printable(self.path)}: the file was replaced or changed since it was first opened: open it again"
-            )
-
     def check_metadata(self) -> None:
         """Read all metadata that is needed to read samples, but no samples. Raises FileError if it is damaged."""
         assert self.fingerprint is not None
@@ -353,17 +250,13 @@ class H5Reader:
         self.close()
 
     def close(self) -> None:
-        """Close the file in this process. The next read opens it again."""
         opened, self._opened = self._opened, None
         if opened is not None and opened[0] == os.getpid():
             for handle in opened[1].values():
                 handle.close()  # tracebacks of errors may refer to it
 
-    def __getstate__(self) -> dict[str, object]:
-        return {
-            **{name: value for name, value in self.__dict__.items() if name not in ("indptr", "image_sizes")},
-            "_opened": None,
-        }
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_opened": None}
 
 
 class _Handle(OpenFile):

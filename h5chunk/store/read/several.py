@@ -29,7 +29,7 @@ from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import with_remedy
 from h5chunk.store.read.keyed import KeyedBytes, KeyedReader
 from h5chunk.store.read.ragged import RaggedField
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Source
 from h5chunk.store.read.vlen import VlenField
 from h5chunk.store.read.volumes import PatchReader
 from h5chunk.store.read.windows import WindowReader
@@ -40,7 +40,7 @@ NOTABLE = 1.01  # read amplification above this is reported
 class OpenFiles:
     """The file descriptors of a set of files, which are opened on first use. Any number of threads may use them."""
 
-    def __init__(self, reader: H5Reader) -> None:
+    def __init__(self, reader: Source) -> None:
         self._readers = reader.readers
         self._first = _first_of_file(reader.readers)
         self._open: list[int | None] = [None] * len(reader.readers)
@@ -69,13 +69,13 @@ class OpenFiles:
         self._open = [None] * len(self._readers)
 
 
-def _first_of_file(readers: Sequence[H5Reader]) -> list[int]:
+def _first_of_file(readers: Sequence[Source]) -> list[int]:
     """Return, for each reader, the index of the first reader of the same file. They share a descriptor."""
     first: dict[Path, int] = {}
     return [first.setdefault(reader.path, number) for number, reader in enumerate(readers)]
 
 
-def _open_checked(reader: H5Reader, num_files: int) -> int:
+def _open_checked(reader: Source, num_files: int) -> int:
     try:
         descriptor = open_descriptor(reader.path)
     except FileError as error:
@@ -88,7 +88,7 @@ def _open_checked(reader: H5Reader, num_files: int) -> int:
     return descriptor
 
 
-def open_descriptors(reader: H5Reader) -> int | OpenFiles:
+def open_descriptors(reader: Source) -> int | OpenFiles:
     """Open the files of a reader. Returns the descriptor of a single file, or `OpenFiles` for several files."""
     return OpenFiles(reader) if len(reader.readers) > 1 else _open_checked(reader, 1)
 
@@ -143,7 +143,7 @@ class FilesField(ByteReader):
     memory for cached chunks as a single file.
     """
 
-    def __init__(self, reader: H5Reader, name: str, fields: Sequence[ByteReader | None]) -> None:
+    def __init__(self, reader: Source, name: str, fields: Sequence[ByteReader | None]) -> None:
         self.name, self._reader = name, reader
         self._fields = {number: field for number, field in enumerate(fields) if field is not None}
         self.num_bytes = sum(field.num_bytes for field in self._fields.values())
@@ -255,7 +255,7 @@ class FileTasks:
             opened.check(number)
 
 
-def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, str]]:
+def direct_fields(reader: Source) -> tuple[dict[str, ByteReader], dict[str, str]]:
     """Return byte readers of the fields that can be read by byte ranges, and the reasons why other fields cannot.
 
     Raises FileError if a file is damaged or was changed.
@@ -282,7 +282,7 @@ def direct_fields(reader: H5Reader) -> tuple[dict[str, ByteReader], dict[str, st
     }, why
 
 
-def _byte_readers_of_file(single: H5Reader) -> tuple[dict[str, Any], dict[str, str]]:
+def _byte_readers_of_file(single: Source) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the byte readers of one file (None if it is empty), and the reasons why other fields have none."""
     if isinstance(single, KeyedReader):
         return _byte_readers_of_samples(single)
@@ -313,7 +313,7 @@ def _byte_readers_of_samples(reader: KeyedReader) -> tuple[dict[str, Any], dict[
     return readers, why
 
 
-def _byte_reader(single: H5Reader, file: h5py.File, name: str) -> ByteReader | None:
+def _byte_reader(single: Source, file: h5py.File, name: str) -> ByteReader | None:
     field = single.fields[name]
     if not single.num_samples:
         return None
@@ -337,7 +337,7 @@ def find_offsets(joined: EpisodeFile) -> None:
                 joined.offsets[name] = np.concatenate(known)
 
 
-def _offsets(episode: H5Reader, start: int, file: h5py.File, name: str) -> np.ndarray | None:
+def _offsets(episode: Source, start: int, file: h5py.File, name: str) -> np.ndarray | None:
     """Return the offset of each row of an episode, or None if a row is compressed or cut into pieces."""
     if start >= 0:
         return start + np.arange(episode.num_samples) * episode.fields[name].grid.sample_bytes
@@ -351,7 +351,7 @@ def _offsets(episode: H5Reader, start: int, file: h5py.File, name: str) -> np.nd
 
 
 def read_amplification(
-    reader: H5Reader, rows: np.ndarray | None, direct: Mapping[str, ByteReader], in_memory: Collection[str] = ()
+    reader: Source, rows: np.ndarray | None, direct: Mapping[str, ByteReader], in_memory: Collection[str] = ()
 ) -> float:
     """Return the ratio of bytes read to bytes used for these samples, or 1.0 if ``rows`` is empty or None.
 
@@ -372,7 +372,7 @@ def read_amplification(
     return read / used
 
 
-def _bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
+def _bytes_of(reader: Source, name: str, rows: np.ndarray) -> int:
     """Return the number of bytes of these samples of a field. Repeated samples are counted repeatedly."""
     field = reader.fields[name]
     if isinstance(field, RaggedField):
@@ -380,7 +380,7 @@ def _bytes_of(reader: H5Reader, name: str, rows: np.ndarray) -> int:
     return len(rows) * field.grid.sample_bytes
 
 
-def _bytes_by_hdf5(reader: H5Reader, name: str, rows: np.ndarray) -> int:
+def _bytes_by_hdf5(reader: Source, name: str, rows: np.ndarray) -> int:
     """Estimate the bytes read through HDF5's chunk cache: whole chunks, except for large uncompressed samples."""
     field, grid = reader.fields[name], reader.fields[name].grid
     if isinstance(field, Field):

@@ -23,11 +23,12 @@ from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import errors_as, opened
 from h5chunk.store.hdf5.strings import MAX_STRING_BYTES, read_words
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Source
 
 ROW_IDS, COLUMN_IDS, SYMBOLS = "row_ids", "column_ids", "column_symbols"
 
 
-def read_table(reader: H5Reader, name: str) -> np.ndarray:
+def read_table(reader: Source, name: str) -> np.ndarray:
     """Read a table of one file by its name in the group ``/h5chunk``: (n,) numbers, or bytes in UTF-8.
 
     Raises FieldError if the file does not have the table, or if reading it requires ``trusted``. Raises FileError if
@@ -42,7 +43,7 @@ def read_table(reader: H5Reader, name: str) -> np.ndarray:
     return values
 
 
-def find_table(reader: H5Reader, name: str) -> np.ndarray | None:
+def find_table(reader: Source, name: str) -> np.ndarray | None:
     """Read a table as `read_table` does, but return None if the file does not have it."""
     if reader.header is None:
         return _read_foreign_table(reader, name)
@@ -58,7 +59,7 @@ def find_table(reader: H5Reader, name: str) -> np.ndarray | None:
     return values
 
 
-def _read_foreign_table(reader: H5Reader, name: str) -> np.ndarray | None:
+def _read_foreign_table(reader: Source, name: str) -> np.ndarray | None:
     """Read a table of an AnnData or 10x file, in a child process because HDF5 may hang on damaged strings."""
 
     def read(_: object) -> np.ndarray | None:
@@ -121,7 +122,7 @@ def _values(file: h5py.File, guard: Guard, path: str) -> np.ndarray:
     return np.array(words, f"S{max(1, width)}")
 
 
-def check_same(tables: Sequence[tuple[H5Reader, str]], noun: str, remedy: str) -> None:
+def check_same(tables: Sequence[tuple[Source, str]], noun: str, remedy: str) -> None:
     """Raise FieldError if the tables of several files differ.
 
     ``noun`` names the contents of the tables in the message.

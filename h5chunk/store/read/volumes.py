@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -27,8 +28,10 @@ from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.fields import Field, describe_field
 from h5chunk.store.read.files import natural
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Computed, Groups, Source
 
 WINDOW_BYTES = 1 << 30  # limit on the decoded size of the chunks of cells that are shuffled together
+POSITION = "position"
 HELD_BYTES = 384 << 20  # limit on the size of the patches in cells that are shuffled together
 
 
@@ -67,32 +70,114 @@ class VolumeField:
         return low, low + shape
 
 
-class PatchReader(H5Reader):
-    """A reader whose samples are patches of volumes. ``plan`` has their positions."""
+class VolumeFiles:
+    """The files of volumes, which each process opens at its first read through HDF5."""
 
-    def __init__(self, files: Sequence[Path], fields: Mapping[str, VolumeField], plan: Any, trusted: bool) -> None:
-        readers = [H5Reader(file, _some_field(fields, number), trusted=trusted) for number, file in enumerate(files)]
-        first = readers[0]
-        self.path, self.stamp, self.header, self.ragged = first.path, first.stamp, None, None
-        if len(files) > 1:
-            self.is_set = True
-            self._readers, self.path = tuple(readers), Path(f"{shown(files[0])} and {len(files) - 1} more")
-        self.trusted, self.checksums, self.sums = trusted, first.checksums, {}
-        self.volume_fields, self._facts = dict(fields), [reader.fingerprint for reader in readers]
-        self._opened = None
-        self.set_plan(plan)
+    def __init__(self, readers: Sequence[Source], fields: Collection[VolumeField]) -> None:
+        self.readers, self._fields = tuple(readers), tuple(fields)
+        self._opened: tuple[int, dict[int, h5py.File]] = 0, {}  # the process, and the files by their index
 
-    def set_plan(self, plan: RandomPatches | Tiles) -> None:
-        """Replace the positions of the patches."""
-        self.__dict__.pop("fingerprint", None)
-        self.plan, self.num_samples, self.chunk_starts = plan, plan.num_samples, plan.chunk_starts
-        self.starts = np.array([0, self.num_samples])
-        self.chunk_samples = max(1, round(self.num_samples / max(1, len(plan.chunk_starts) - 1)))
-        self.fields = {name: self._describe(each) for name, each in self.volume_fields.items()}
-        self.main = self.fields[max(self.fields, key=lambda name: self.fields[name].grid.sample_bytes)]
+    def read_box(self, number: int, dataset: str, box: Sequence[slice]) -> np.ndarray:
+        """Read a box of a dataset. ``number`` is the index of the file."""
+        if self._opened[0] != os.getpid():
+            self._opened = os.getpid(), {}
+        files, path = self._opened[1], self.readers[number].path
+        with translate_errors(path):
+            if number not in files:
+                files[number] = open_file(path, rdcc_nbytes=64 << 20)
+                self.readers[number].check_unchanged()
+                for each in self._fields:
+                    for name in (name for of, name in each.datasets if of == number):
+                        check_chunks(files[number][name])
+            values: np.ndarray = files[number][dataset][tuple(box)]
+            return values
+
+    def close(self) -> None:
+        """Close the files in this process."""
+        (process, files), self._opened = self._opened, (0, {})
+        for file in files.values() if process == os.getpid() else ():
+            file.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": (0, {})}
+
+
+class PatchReader(Source):
+    """A source whose samples are patches of volumes.
+
+    ``plan`` has their positions, which are a computed field if ``has_positions``. ``names`` has the name of each
+    volume.
+    """
+
+    def __init__(
+        self,
+        files: VolumeFiles,
+        fields: Mapping[str, VolumeField],
+        names: Sequence[str],
+        plan: RandomPatches | Tiles,
+        *,
+        has_positions: bool = False,
+    ) -> None:
+        first, *others = files.readers
+        self.files, self.volume_fields, self.volume_names = files, dict(fields), list(names)
+        self.plan, self._has_positions = plan, has_positions
+        super().__init__(
+            Path(f"{shown(first.path)} and {len(others)} more") if others else first.path,
+            {name: self._describe(each) for name, each in fields.items()},
+            plan.num_samples,
+            readers=files.readers if others else (),
+            stamp=first.stamp,
+            trusted=first.trusted,
+            checksums=first.checksums,
+            starts=np.array([0, plan.num_samples]),
+            chunk_samples=max(1, round(plan.num_samples / max(1, len(plan.chunk_starts) - 1))),
+            chunk_starts=plan.chunk_starts,
+        )
+
+    def with_plan(self, plan: RandomPatches | Tiles, *, has_positions: bool) -> PatchReader:
+        """Return a source of other patches of the same volumes."""
+        return PatchReader(self.files, self.volume_fields, self.volume_names, plan, has_positions=has_positions)
+
+    @property
+    def epoch_samples(self) -> int:  # type: ignore[override]
+        """The offset of each epoch. It is 0 for tiles, which are the same in all epochs."""
+        return self.num_samples if isinstance(self.plan, RandomPatches) else 0
+
+    @property
+    def computed(self) -> dict[str, Computed]:
+        """The positions of patches, if they are wanted."""
+        if not self._has_positions:
+            return {}
+        num_axes = len(next(iter(self.volume_fields.values())).size)
+        shape = self.num_samples, 1 + num_axes
+        return {POSITION: Computed.described(POSITION, shape, np.int64, self.positions_of)}
+
+    def positions_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the volume of each patch, and its start in it without the halo: (n, 1 + axes) int64."""
+        volumes, starts = self.plan.boxes(rows)
+        return np.concatenate([volumes[:, None], starts], axis=1)
+
+    @property
+    def groups(self) -> Groups:
+        """The volumes."""
+        return Groups("volume", self.volume_names, self.plan.boxes(np.arange(self.num_samples))[0])
+
+    def rows_of_samples(self, name: str, samples: np.ndarray) -> tuple[Source, np.ndarray]:
+        raise OptionError(f"field {name!r} has many values in a patch: to weight patches, pass weights= to Patches")
+
+    def datasets_of(self, field: str) -> list[tuple[Path, str]]:
+        if field not in self.volume_fields:
+            return super().datasets_of(field)
+        each = self.volume_fields[field]
+        if len(each.box_shape()) > len(each.size):
+            raise FieldError(
+                f"field {field!r} has channels, for which h5chunk info --stats computes no statistics in volumes: "
+                "compute their mean and standard deviation with NumPy"
+            )
+        return [(self.files.readers[file].path, path) for file, path in each.datasets]
 
     def _describe(self, each: VolumeField) -> Field:
-        grid = ChunkGrid((self.num_samples, *each.box_shape()), None, each.dtype.itemsize, False)
+        grid = ChunkGrid((self.plan.num_samples, *each.box_shape()), None, each.dtype.itemsize, False)
         space = "UDHW"[-len(each.size) :]
         axes = {0: f"N{space}C", 1: f"NC{space}"}.get(each.leading, "")
         return Field(each.name, each.datasets[0][1], grid, each.dtype, axes if len(axes) == len(grid.shape) else "")
@@ -101,11 +186,6 @@ class PatchReader(H5Reader):
     def chunk_bytes(self) -> int:
         """The decoded size of a cell's chunks in bytes, or the size of its patches if that is larger."""
         return max(self.plan.cell_bytes, self.chunk_samples * self.main.grid.sample_bytes)
-
-    @property
-    def recommendation(self) -> None:
-        """Always None: `h5chunk tune` stores recommendations for rows, not for patches."""
-        return
 
     @property
     def recommended_window(self) -> int:
@@ -118,32 +198,19 @@ class PatchReader(H5Reader):
         fields = zlib.crc32(repr([(each.datasets, each.box_shape(), each.padding, str(each.dtype),
                                    [grid.shape for grid in each.grids]) for each in self.volume_fields.values()]
                                  ).encode())  # fmt: skip
-        return zlib.crc32(repr((self._facts, self.plan.identity)).encode(), fields)
-
-    def set_caches(self, main: CacheSettings) -> None:
-        """Do nothing, because volumes are read through HDF5 only if byte ranges are not possible."""
-
-    def actual_caches(self) -> dict[str, CacheSettings]:
-        """Return no caches, because `set_caches` sets none."""
-        return {}
+        return zlib.crc32(
+            repr(([each.fingerprint for each in self.files.readers], self.plan.identity)).encode(), fields
+        )
 
     def cache_bytes(self, main: CacheSettings) -> int:
+        """Return 0, because volumes are read through HDF5 only if byte ranges are not possible."""
         return 0
-
-    def check_unchanged(self, descriptor: int | None = None) -> None:
-        if not self._readers:
-            super().check_unchanged(descriptor)
-        for reader in self._readers:
-            reader.check_unchanged()
-
-    def check_metadata(self) -> None:
-        self.direct_fields()
 
     def direct_fields(self) -> tuple[dict[str, ByteReader], dict[str, str]]:
         """Return the byte readers of fields, and the reason why each other field has none."""
         volumes: dict[str, list[VolumeBytes]] = {name: [] for name in self.fields}
         why: dict[str, str] = {}
-        for number, reader in enumerate(self.readers):
+        for number, reader in enumerate(self.files.readers):
             with opened(reader.path) as file:
                 reader.check_unchanged()
                 for name, each in self.volume_fields.items():
@@ -164,7 +231,7 @@ class PatchReader(H5Reader):
             shape = np.array(each.grids[volume].shape)
             inside = [np.clip(bound[number], 0, shape) for bound in (low, high)]
             file, path = each.datasets[volume]
-            values = self.read_box(
+            values = self.files.read_box(
                 file, path, [slice(*pair) for pair in zip(*map(np.ndarray.tolist, inside), strict=True)]
             )
             where = tuple(slice(*pair) for pair in zip(*(bound - low[number] for bound in inside), strict=True))
@@ -172,21 +239,23 @@ class PatchReader(H5Reader):
             pad(out[number], low[number], shape, each.padding)
         self.check_unchanged()
 
-    def read_box(self, number: int, dataset: str, box: Sequence[slice]) -> np.ndarray:
-        """Read a box of a dataset through HDF5. ``number`` is the index of the file."""
-        if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), {}
-        files: Any = self._opened[1]
-        path = self.readers[number].path
-        with translate_errors(path):
-            if number not in files:
-                files[number] = open_file(path, rdcc_nbytes=64 << 20)
-                self.readers[number].check_unchanged()
-                for each in self.volume_fields.values():
-                    for name in (name for of, name in each.datasets if of == number):
-                        check_chunks(files[number][name])
-            values: np.ndarray = files[number][dataset][tuple(box)]
-            return values
+    def close(self) -> None:
+        super().close()
+        self.files.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "files": copy(self.files)}
+
+
+def open_volume_files(
+    files: Sequence[Path], fields: Mapping[str, VolumeField], trusted: bool, checksums: str
+) -> VolumeFiles:
+    """Return the files of volumes, of which each has a reader of one dataset."""
+    readers = [
+        H5Reader(file, _some_field(fields, number), trusted=trusted, checksums=checksums)
+        for number, file in enumerate(files)
+    ]
+    return VolumeFiles(readers, fields.values())
 
 
 def _some_field(fields: Mapping[str, VolumeField], number: int) -> dict[str, str]:

@@ -8,9 +8,11 @@ together. To support another kind of sample that consists of rows, override ``ro
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,55 +21,96 @@ from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.plan.selection import starts_of_runs
+from h5chunk.remote.mirror import Mirror
 from h5chunk.store.hdf5.ranges import ReadTask
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.fields import WINDOW, Field
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Computed, Groups, Source
 
 GOAL_STREAM = 128  # stream of the random numbers that choose goals
 TINY_BYTES = 32  # a window of tiny frames may keep this many bytes per frame that it uses
 SHARED = 4  # minimum length of a chunk of windows, as a multiple of a window's length
 
 
-class WindowReader(H5Reader):
-    """A reader whose samples are windows of the rows of ``frames``.
+class WindowReader(Source):
+    """A source whose samples are windows of the rows of ``frames``.
 
     ``anchors``, (n,) int64 and ascending, has the row of each window's current time step. ``borders``,
-    (num_episodes + 1,) int64, has the first row of each episode, and finally the number of rows. ``steps`` maps each
-    field to the offsets of its frames from the anchor. Offsets that lead out of the episode repeat its first or last
-    frame. Fields in ``futures`` have one random later frame of the episode instead, which depends on ``seed``. If there
-    are any, the index of a sample includes an offset for its epoch: see `h5chunk.plan.draws.epoch_rows`.
+    (num_episodes + 1,) int64, has the first row of each episode, and finally the number of rows; ``names`` has the name
+    of each episode. ``steps`` maps each field to the offsets of its frames from the anchor. Offsets that lead out of
+    the episode repeat its first or last frame. Fields in ``futures`` have one random later frame of the episode
+    instead, which depends on ``seed``. If there are any, the index of a sample includes an offset for its epoch: see
+    `h5chunk.plan.draws.epoch_rows`. ``masks`` has the field whose padding a computed field marks, by its name.
     """
 
     def __init__(
         self,
-        frames: H5Reader,
+        frames: Source,
         anchors: np.ndarray,
         borders: np.ndarray,
+        names: Sequence[str],
         steps: Mapping[str, np.ndarray],
+        *,
         futures: Collection[str] = (),
+        masks: Mapping[str, str] = MappingProxyType({}),
         seed: int = 0,
     ) -> None:
-        self.futures, self._seed = frozenset(futures), seed
         self.frames, self.anchors, self.steps = frames, anchors, dict(steps)
-        self.path, self.header = frames.path, None
-        if len(frames.readers) == 1:
-            self.stamp = frames.stamp
-        self.trusted, self.checksums = frames.trusted, frames.checksums
-        self._readers = frames.readers if len(frames.readers) > 1 else ()
-        self.episodes = np.searchsorted(borders, anchors, "right") - 1
+        self.futures, self._masks, self._seed = frozenset(futures), dict(masks), seed
+        self.episodes, self.episode_names = np.searchsorted(borders, anchors, "right") - 1, list(names)
         self._first, self._last = borders[self.episodes], borders[self.episodes + 1] - 1
-        self.num_samples, self.ragged = len(anchors), None
-        self.starts = np.searchsorted(anchors, frames.starts)
-        self.fields = {name: self._describe(name) for name in frames.fields}
-        self.main = self.fields[max(self.fields, key=lambda name: self.fields[name].grid.sample_bytes)]
         chunks = anchors // frames.chunk_samples
         if frames.chunk_starts is not None:
             chunks = np.searchsorted(frames.chunk_starts, anchors, "right") - 1
         self._joined = self._chunks_together()
-        self.chunk_starts = starts_of_runs(chunks // self._joined)
-        self.chunk_samples = max(1, round(self.num_samples / max(1, len(self.chunk_starts) - 1)))
+        chunk_starts = starts_of_runs(chunks // self._joined)
+        super().__init__(
+            frames.path,
+            {name: self._describe(name) for name in frames.fields},
+            len(anchors),
+            stamp=frames.stamp,
+            trusted=frames.trusted,
+            checksums=frames.checksums,
+            starts=np.searchsorted(anchors, frames.starts),
+            chunk_samples=max(1, round(len(anchors) / max(1, len(chunk_starts) - 1))),
+            chunk_starts=chunk_starts,
+        )
+
+    @property
+    def readers(self) -> tuple[Source, ...]:
+        return self.frames.readers if self.frames.is_set else (self,)
+
+    @property
+    def mirror(self) -> Mirror | None:  # type: ignore[override]
+        """The mirror of a single remote object."""
+        return self.frames.mirror
+
+    @property
+    def epoch_samples(self) -> int:  # type: ignore[override]
+        """The offset of each epoch. It is 0 unless there are random goals."""
+        return self.num_samples if self.futures else 0
+
+    @property
+    def computed(self) -> dict[str, Computed]:
+        """The masks of frames that are padding."""
+        shapes = {mask: self.fields[name].grid.shape[:2] for mask, name in self._masks.items()}
+        return {
+            mask: Computed.described(mask, shapes[mask], bool, partial(self.is_padding, name))
+            for mask, name in self._masks.items()
+        }
+
+    @property
+    def groups(self) -> Groups:
+        """The episodes."""
+        return Groups("episode", self.episode_names, self.episodes)
+
+    def rows_of_samples(self, name: str, samples: np.ndarray) -> tuple[Source, np.ndarray]:
+        """Return the rows of the current time steps of windows."""
+        return self.frames, self.anchors[samples]
+
+    def datasets_of(self, field: str) -> list[tuple[Path, str]]:
+        return self.frames.datasets_of(field)
 
     def _chunks_together(self) -> int:
         """Return how many chunks of frames to join into one chunk, so that most windows of the chunk share frames."""
@@ -79,7 +122,7 @@ class WindowReader(H5Reader):
 
     def _describe(self, name: str) -> Field:
         field = self.frames.fields[name]
-        shape = self.num_samples, len(self.steps[name]), *field.sample_shape
+        shape = len(self.anchors), len(self.steps[name]), *field.sample_shape
         grid = ChunkGrid(shape, None, field.dtype.itemsize, False)
         return Field(name, field.dataset, grid, field.dtype, f"{WINDOW}{field.axes[1:]}")
 
@@ -208,11 +251,6 @@ class WindowReader(H5Reader):
         """Size in bytes of the distinct frames in a chunk of windows."""
         return self.frames.chunk_bytes * self._joined
 
-    @property
-    def recommendation(self) -> None:
-        """Always None: `h5chunk tune` stores recommendations for frames, not for windows."""
-        return
-
     def set_caches(self, main: CacheSettings) -> None:
         """Set the caches of the frames. They hold as many chunks of frames as ``main`` holds chunks of windows."""
         grid = self.frames.main.grid
@@ -233,13 +271,10 @@ class WindowReader(H5Reader):
     def check_unchanged(self, descriptor: Any = None) -> None:
         self.frames.check_unchanged(descriptor)
 
-    def check_metadata(self) -> None:
-        self.frames.check_metadata()
-
     def close(self) -> None:
         self.frames.close()
 
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "frames": copy(self.frames)}
 
 

@@ -22,7 +22,7 @@ from h5chunk.machine import available_cores
 from h5chunk.paths import takes_paths
 from h5chunk.store.read.files import Paths, open_reader
 from h5chunk.store.read.ragged import ImagesField
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Source
 from h5chunk.tools.info.usual import Fields, with_usual_fields
 from h5chunk.tools.measure.checks import (
     CROP,
@@ -110,7 +110,7 @@ def bench(
     check_budget(budget_s)
     device_name = describe_device(device)
 
-    def open_fields(fields: Fields) -> H5Reader:
+    def open_fields(fields: Fields) -> Source:
         return open_reader(path, field_mapping(fields), trusted=trusted)
 
     reader, fields = with_usual_fields(open_fields, path, fields, trusted)

@@ -28,7 +28,7 @@ from h5chunk.sources.kinds import ImageOptions
 from h5chunk.store.hdf5.open import open_file
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.ragged import ImagesField, RaggedField
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Source
 from h5chunk.store.read.vlen import VlenField
 from h5chunk.tools.measure.checks import CROP
 
@@ -138,7 +138,7 @@ def first_samples(dataset: ChunkDataset, batch_size: int, num_samples: int) -> O
 
 
 def plain_rate(
-    reader: H5Reader, batches: Iterator[np.ndarray], seconds: float, cache: CacheSettings | None = None
+    reader: Source, batches: Iterator[np.ndarray], seconds: float, cache: CacheSettings | None = None
 ) -> float:
     """Measure samples/s of ``h5py.File(path)[name][i]``, stacked into batches, as in a training loop without h5chunk.
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from h5chunk.errors import FieldError, OptionError, check_whole, printable
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import ImagesField
-from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import direct_fields
+from h5chunk.store.read.source import Source
 
 CROP = 224  # height and width to which images of any size are cropped
 
@@ -24,7 +24,7 @@ def worker_counts(workers: Sequence[int] | None, default: Sequence[int]) -> tupl
     return tuple(sorted({check_whole("workers", number, 0) for number in (default if workers is None else workers)}))
 
 
-def check_samples(reader: H5Reader, done: str) -> int:
+def check_samples(reader: Source, done: str) -> int:
     """Return the size of a sample in memory in bytes, all fields together.
 
     Raises FieldError if there are no samples, or if samples are empty.
@@ -39,13 +39,13 @@ def check_samples(reader: H5Reader, done: str) -> int:
     return sample_bytes
 
 
-def batch_bytes(reader: H5Reader, sample_bytes: int) -> int:
+def batch_bytes(reader: Source, sample_bytes: int) -> int:
     """Return the size of a sample of a batch in bytes. Images of any size are cropped to CROP x CROP pixels."""
     field = reader.ragged
     return max(sample_bytes, field.channels * CROP * CROP) if isinstance(field, ImagesField) else sample_bytes
 
 
-def why_not_direct(reader: H5Reader) -> str:
+def why_not_direct(reader: Source) -> str:
     """Return the reason why a dense numeric field cannot be read by byte ranges; empty if all such fields can."""
     for name, why in direct_fields(reader)[1].items():
         field = reader.fields[name]

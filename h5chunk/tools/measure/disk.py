@@ -21,7 +21,7 @@ from h5chunk.store.hdf5.open import opened, same_file
 from h5chunk.store.hdf5.ranges import open_descriptor, read_bytes
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import RaggedField
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Source
 from h5chunk.tools.measure.machine import NotMeasured, threads_rate
 
 READ_BYTES = 8 << 20  # largest read
@@ -73,7 +73,7 @@ def large(ranges: Ranges) -> Ranges:
     return [range_ for range_ in ranges if range_.size >= mmap.PAGESIZE] or ranges
 
 
-def locate(reader: H5Reader) -> list[ByteRange]:
+def locate(reader: Source) -> list[ByteRange]:
     """List the chunks of all fields in the order of their samples.
 
     Contiguous fields are cut into pieces of similar size. Raises NotMeasured if the data is outside of
@@ -147,7 +147,7 @@ class FileReads:
     Raises NotMeasured in the same cases as `locate`.
     """
 
-    def __init__(self, reader: H5Reader) -> None:
+    def __init__(self, reader: Source) -> None:
         self._paths = [single.path for single in reader.readers]
         self.num_samples = reader.num_samples
         with ExitStack() as closing:

@@ -13,7 +13,7 @@ from h5chunk.sources.decode_any import decode_any
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.ragged import ImagesField
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Source
 from h5chunk.tools.measure.checks import CROP
 from h5chunk.tools.measure.machine import threads_rate
 from h5chunk.transforms import RandomResizedCrop
@@ -28,7 +28,7 @@ def open_data(path: Paths, fields: Mapping[str, str] | Sequence[str] | None, tru
     return dataset.with_transform({name: [RandomResizedCrop(CROP)] for name in ragged}) if ragged else dataset
 
 
-def read_images(reader: H5Reader, rows: np.ndarray) -> list[np.ndarray]:
+def read_images(reader: Source, rows: np.ndarray) -> list[np.ndarray]:
     """Read the stored bytes of images of any size: one (num_bytes,) uint8 array per image."""
     assert reader.ragged is not None
     starts = np.concatenate(([0], np.cumsum(reader.indptr[rows + 1] - reader.indptr[rows])))
@@ -37,7 +37,7 @@ def read_images(reader: H5Reader, rows: np.ndarray) -> list[np.ndarray]:
     return [data[start:stop] for start, stop in itertools.pairwise(starts.tolist())]
 
 
-def decoding(reader: H5Reader, num_samples: int) -> tuple[float, Callable[[int, float], float]]:
+def decoding(reader: Source, num_samples: int) -> tuple[float, Callable[[int, float], float]]:
     """Return the mean size of a decoded image in bytes, and a function that measures the decoding rate in bytes/s.
 
     The function's arguments are a number of threads and a duration in seconds. It decodes some of the first

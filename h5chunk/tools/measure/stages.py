@@ -12,7 +12,7 @@ from typing import Any
 from h5chunk.errors import count_text, human_bytes
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.ragged import ImagesField
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Source
 from h5chunk.tools.measure.disk import DISK_THREADS, FileReads, disk_rates, merge
 from h5chunk.tools.measure.machine import NotMeasured, device_copy, memory_copy, thread_counts
 from h5chunk.tools.progress import TimeBudget
@@ -89,7 +89,7 @@ class Subject:
 
     path: Paths
     fields: Mapping[str, str] | Sequence[str] | None
-    reader: H5Reader
+    reader: Source
     sample_bytes: int
     batch_size: int
     device: str

@@ -14,7 +14,7 @@ import numpy as np
 from h5chunk.errors import count_text
 from h5chunk.remote.mirror import measure
 from h5chunk.remote.objects import NUM_REQUESTS
-from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.source import Source
 from h5chunk.tools.measure.disk import locate
 from h5chunk.tools.measure.machine import NotMeasured
 from h5chunk.tools.measure.stages import DATALOADER, LIMITS, LOADER, Figure, Subject
@@ -32,7 +32,7 @@ class StoreRequests:
     Raises NotMeasured in the same cases as `locate`.
     """
 
-    def __init__(self, reader: H5Reader) -> None:
+    def __init__(self, reader: Source) -> None:
         self._mirrors = {number: single.mirror for number, single in enumerate(reader.readers) if single.mirror}
         chunks = [each for each in locate(reader) if each.file in self._mirrors and each.size]
         self.num_bytes = sum(each.size for each in chunks)

@@ -1,0 +1,275 @@
+"""What a data set reads: the samples of some fields, in one file or several.
+
+A kind of source, such as rows of datasets, windows of frames or patches of volumes, is a subclass of `Source`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from h5chunk.errors import FieldError, FileError, names_text, printable
+from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.csr import bounded_window, fullest_chunks
+from h5chunk.plan.layout import choose_window_chunks, good_chunk_samples
+from h5chunk.remote.mirror import Mirror
+from h5chunk.stamp import stamp_of
+from h5chunk.store.format.header import Header
+from h5chunk.store.format.recommendation import Recommended, read_recommendation
+from h5chunk.store.read.checksums import OFF, Sums
+from h5chunk.store.read.csr import CsrBuffers
+from h5chunk.store.read.fields import Field, MatrixField
+from h5chunk.store.read.ragged import ImageSizes, RaggedField, SeriesField
+
+NO_CACHE = CacheSettings(1, 0, 0.75)
+
+
+class Computed(NamedTuple):
+    """A field that is not in the file. ``of`` computes its values from the numbers of samples, (n,) int64.
+
+    If samples differ between epochs, the numbers have an offset for the epoch: see `h5chunk.plan.draws.epoch_rows`.
+    """
+
+    field: Field
+    of: Callable[[np.ndarray], np.ndarray]
+
+    @classmethod
+    def described(cls, name: str, shape: Sequence[int], dtype: Any, of: Callable[[np.ndarray], np.ndarray]) -> Computed:
+        """Return a computed field whose samples together have this shape, (n, ...), and dtype."""
+        dtype = np.dtype(dtype)
+        return cls(Field(name, "", ChunkGrid(tuple(shape), None, dtype.itemsize, False), dtype), of)
+
+
+class Groups(NamedTuple):
+    """The groups to which samples belong, such as episodes. A split keeps the samples of a group together."""
+
+    noun: str  # what a group is, such as episode
+    names: Sequence[str]
+    numbers: np.ndarray  # (n,) int64, the group of each sample
+
+
+class Source:
+    """The samples of some fields, in one file or several. Each process opens the files at its first read.
+
+    ``fields`` has the stored fields by name, and `computed` those that follow from the number of a sample. The field
+    ``ragged`` has samples that differ in length, such as a matrix; it is None if there is none. ``main`` is ``ragged``,
+    or else the field with the largest samples. Its chunks have ``chunk_samples`` samples, or, if they differ in size,
+    begin at the samples in ``chunk_starts``, which ends with the number of samples. ``starts``, (num_files + 1,) int64,
+    is the first sample of each file, and finally the number of samples. ``stamp`` identifies the version of a single
+    file. ``is_rows`` is whether each sample is a row of each dataset.
+    """
+
+    mirror: Mirror | None = None  # the mirror of a remote object, whose local copy is at ``path``
+    epoch_samples = 0  # offset added to the sample numbers per epoch, if each epoch has different samples
+
+    def __init__(
+        self,
+        path: Path,
+        fields: Mapping[str, Field | RaggedField],
+        num_samples: int,
+        *,
+        readers: Sequence[Source] = (),
+        stamp: tuple[int, ...] = (),
+        header: Header | None = None,
+        trusted: bool = False,
+        checksums: str = OFF,
+        sums: Sums | None = None,
+        main: str | None = None,
+        starts: np.ndarray | None = None,
+        chunk_samples: int | None = None,
+        chunk_starts: np.ndarray | None = None,
+        is_rows: bool = False,
+    ) -> None:
+        self.path, self.stamp, self.header = path, stamp, header
+        self.trusted, self.checksums, self.is_rows = trusted, checksums, is_rows
+        self.sums: Sums = {} if sums is None else sums
+        self._readers = tuple(readers)
+        self.fields, self.num_samples = dict(fields), num_samples
+        ragged = next((name for name, field in fields.items() if isinstance(field, RaggedField)), None)
+        largest = max(fields, key=lambda name: fields[name].grid.sample_bytes)
+        self.main: Field | RaggedField = fields[main or ragged or largest]
+        self.ragged: RaggedField | None = self.main if isinstance(self.main, RaggedField) else None
+        self.starts = np.array([0, num_samples]) if starts is None else starts
+        good = good_chunk_samples(num_samples, self.main.grid.sample_bytes)
+        self.chunk_samples: int = chunk_samples or self.main.grid.band_samples or good  # contiguous data has no chunks
+        self.chunk_starts = chunk_starts
+
+    @property
+    def readers(self) -> tuple[Source, ...]:
+        """The sources of all files. For a single file, this is the source itself."""
+        return self._readers or (self,)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there are several files."""
+        return len(self.readers) > 1
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether at least one file is a remote object."""
+        return any(reader.mirror is not None for reader in self.readers)
+
+    @property
+    def matrix(self) -> MatrixField | None:
+        """The sparse matrix, if there is one."""
+        return self.ragged if isinstance(self.ragged, MatrixField) else None
+
+    @property
+    def computed(self) -> Mapping[str, Computed]:
+        """The fields that are not in the file, by name."""
+        return {}
+
+    @property
+    def groups(self) -> Groups | None:
+        """The groups to which samples belong, if they do."""
+        return None
+
+    def names_of(self, samples: np.ndarray) -> np.ndarray | None:
+        """Return the names of samples, (n,) of str; None if they can only be in a table of the file."""
+        groups = self.groups
+        return None if groups is None else np.array(groups.names, np.str_)[groups.numbers[samples]]
+
+    def rows_of_samples(self, name: str, samples: np.ndarray) -> tuple[Source, np.ndarray]:
+        """Return where one value per sample of a field is: a source of rows, and the row of each sample, (n,) int64.
+
+        Raises OptionError if a sample has many values of each field.
+        """
+        return self, samples
+
+    def datasets_of(self, field: str) -> list[tuple[Path, str]]:
+        """Return the file and the path of each dataset that has values of a field, or of the dataset ``field``."""
+        if self._readers:
+            return [dataset for reader in self._readers for dataset in reader.datasets_of(field)]
+        return [(self.path, self.fields[field].dataset if field in self.fields else field)]
+
+    def check_rows(self, name: str) -> None:
+        """Raise FieldError unless other datasets than those of the fields have one row per sample."""
+        if not self.is_rows:
+            raise FieldError(f"there is no field {name!r}: pass one of {names_text(self.fields)}")
+
+    def by_file(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Group rows by file. Yields the index of a file and the positions of its rows in ``rows``, ascending."""
+        if not len(rows):
+            return
+        if len(self.readers) == 1:
+            yield 0, np.arange(len(rows))
+            return
+        files = np.searchsorted(self.starts, rows, "right") - 1
+        order = np.argsort(files.astype(np.uint16) if len(self.readers) <= 1 << 16 else files, kind="stable")
+        for start, stop in pairwise([0, *(np.flatnonzero(np.diff(files[order])) + 1).tolist(), len(rows)]):
+            positions = order[start:stop]
+            yield int(files[positions[0]]), positions
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Decoded size in bytes of all chunks of the main field that contain the same ``chunk_samples`` samples."""
+        grid = self.main.grid
+        return grid.band_bytes if grid.chunks else self.chunk_samples * grid.sample_bytes
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A CRC-32 that is equal for copies of the same files, with the same fields."""
+        raise NotImplementedError
+
+    @cached_property
+    def indptr(self) -> np.ndarray:
+        """The first entry of each sample of ``ragged``: (n + 1,) int64. Raises FileError if the table is damaged."""
+        raise NotImplementedError
+
+    @cached_property
+    def image_sizes(self) -> ImageSizes:
+        """The height and width of each image, in a field of images of any size.
+
+        Raises FileError if a table is damaged.
+        """
+        raise NotImplementedError
+
+    @property
+    def sample_lengths(self) -> np.ndarray:
+        """The length of each sample along its first axis: (n,) int64. Raises FieldError if no field has lengths."""
+        if not isinstance(self.ragged, SeriesField):
+            raise FieldError(
+                f"{printable(self.path)}: no field has samples that differ in length: name one with offsets or lengths"
+            )
+        return np.diff(self.indptr) // self.ragged.step_items
+
+    @property
+    def recommendation(self) -> Recommended | None:
+        """The window in chunks, and the cache of one process, stored by `h5chunk tune` or else in the header."""
+        if not self.is_rows:  # recommendations are for rows
+            return None
+        facts = {"num_samples": self.num_samples, "chunk_samples": self.chunk_samples}
+        stored = read_recommendation(self.path, dataset=self.main.dataset, **facts)
+        if stored is not None or self.header is None:
+            return stored
+        return self.header.window_chunks, self.header.cache
+
+    @property
+    def recommended_window(self) -> int:
+        """Number of chunks to shuffle together: the recommendation, or else as many as fit in the default memory.
+
+        It is reduced if some chunks of a matrix have far more entries than others, because the size of a window is
+        limited.
+        """
+        if recommended := self.recommendation:
+            window_chunks = recommended[0]
+        else:
+            window_chunks = choose_window_chunks(self.chunk_bytes, math.ceil(self.num_samples / self.chunk_samples))
+        if self.ragged is None:
+            return window_chunks
+        return bounded_window(window_chunks, fullest_chunks(self.indptr, self.chunk_samples))
+
+    def set_caches(self, main: CacheSettings) -> None:
+        """Set the cache of the main field, and choose those of other fields. Nothing is done if there are no caches."""
+
+    def cache_bytes(self, main: CacheSettings) -> int:
+        """Return the maximum total size in bytes of the main field's caches in one process.
+
+        ``main`` has the settings of the cache.
+        """
+        return main.nbytes
+
+    def actual_caches(self) -> dict[str, CacheSettings]:
+        """Return the caches that HDF5 reports for the open datasets of this process, by field."""
+        return dict.fromkeys(self.fields, NO_CACHE)
+
+    def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
+        """Read rows of a field, (n,) int64, in any order and possibly repeated, into ``out``.
+
+        ``out`` is a C-contiguous array, (n, *sample_shape) of the field's dtype. For a field whose samples differ in
+        length it is a `CsrBuffers` with ``starts`` set.
+        """
+        raise NotImplementedError
+
+    def check_unchanged(self, descriptor: int | None = None) -> None:
+        """Raise FileError if a file, or the open file, was changed since this source was made.
+
+        If there are several files, do nothing for an open file, because reading checks it.
+        """
+        if self._readers:
+            for reader in self._readers if descriptor is None else ():
+                reader.check_unchanged()
+            return
+        stamp = stamp_of(self.path if descriptor is None else descriptor)
+        if not stamp:
+            raise FileError(f"{printable(self.path)}: the file was removed since it was first opened: put it back")
+        if stamp != self.stamp:
+            raise FileError(
+                f"{printable(self.path)}: the file was replaced or changed since it was first opened: open it again"
+            )
+
+    def close(self) -> None:
+        """Close the files in this process. The next read opens them again."""
+        for reader in self._readers:
+            reader.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("indptr", "image_sizes")}
+        return {**kept, "_readers": tuple(copy(reader) for reader in self._readers)}
