@@ -16,8 +16,9 @@ from h5chunk.errors import MAX_NUMBER, OptionError, printable, shown
 from h5chunk.feed.dataset import SAMPLE_NUMBER, ChunkDataset, without_numbers
 from h5chunk.remote.mirror import remote_options
 from h5chunk.store.hdf5.attributes import join_columns
-from h5chunk.store.hdf5.keyed_index import FieldIndex, KeyedIndex, parse_patterns
+from h5chunk.store.hdf5.keyed_index import FieldIndex, KeyedIndex
 from h5chunk.store.hdf5.keyed_list import open_index
+from h5chunk.store.hdf5.patterns import parse_samples
 from h5chunk.store.read.files import Paths, list_local_files
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.keyed import KeyedReader
@@ -87,7 +88,7 @@ class Keyed(ChunkDataset):
         progress: Callable[[str, int, int | None], None] | None = None,
     ) -> None:
         given, numbered = _without_numbers(pattern)
-        patterns = parse_patterns(given)
+        patterns = {name: str(each) for name, each in parse_samples("pattern", given).items()}
         if isinstance(attributes, str) or not all(isinstance(name, str) for name in attributes):
             raise OptionError(f"attributes is {attributes!r}: pass a list of names")
         defaults = dict(attributes) if isinstance(attributes, Mapping) else dict.fromkeys(attributes)

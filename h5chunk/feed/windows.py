@@ -140,7 +140,7 @@ class Windows(ChunkDataset):
         borders = borders_of(frames)
         for kind, dataset in given.items():
             borders = find_borders(frames, kind, dataset, trusted)
-        names = [*map(str, range(len(borders) - 1))] if given else episode_names(frames, fields)
+        names = [*map(str, range(len(borders) - 1))] if given else episode_names(frames)
         anchors = _anchors(frames, borders, steps, padding)
         steps |= dict.fromkeys(goals, LAST)
         source = WindowReader(frames, anchors, borders, names, steps, futures=futures, masks=masks, seed=seed)

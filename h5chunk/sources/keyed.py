@@ -24,9 +24,10 @@ from h5chunk.sources.kinds import KeyedOptions
 from h5chunk.sources.recognise import HDF5_MAGIC, has_suffix, hdf5_members, is_hdf5
 from h5chunk.sources.samples import Samples, field_dtype, largest_first
 from h5chunk.stamp import source_stamp
-from h5chunk.store.hdf5.keyed_index import CONTIGUOUS, KeyedIndex, parse_patterns
+from h5chunk.store.hdf5.keyed_index import CONTIGUOUS, KeyedIndex
 from h5chunk.store.hdf5.keyed_list import list_samples
 from h5chunk.store.hdf5.open import open_file, opened
+from h5chunk.store.hdf5.patterns import parse_samples
 
 SUFFIXES = (".h5", ".hdf5", ".hdf")
 
@@ -76,7 +77,8 @@ class KeyedSource(Samples):
                 "h5chunk.convert({'pt': file['TABLE']['pt']}, OUTPUT) (h5chunk info prints code that loads samples in "
                 "the file)"
             )
-        patterns, attributes = parse_patterns(options.samples), options.attributes or ()
+        patterns = {name: str(pattern) for name, pattern in parse_samples("samples", options.samples).items()}
+        attributes = options.attributes or ()
         try:
             index = list_samples(Path(path), patterns, attributes, lambda done, _: context.report_found(done))
         except FileError as error:

@@ -286,7 +286,8 @@ def _is_inside(patches: h5chunk.Patches, number: int) -> bool:
     ("changes", "message"),
     [
         ({"fields": {"raw": "*/raw", "label": "*/missing"}}, "no dataset matches"),
-        ({"fields": {"raw": "*/*/raw"}}, "at most one"),
+        ({"fields": {"raw": "**/raw"}}, "one \\* in a name"),
+        ({"fields": {"raw": "*/*/raw"}}, "no dataset matches"),
         ({"fields": {"raw": "*"}}, "name a dataset in it"),
         ({"fields": {}}, "pass a mapping"),
         ({"size": (6, 11, 80)}, "padding='reflect'"),

@@ -571,3 +571,36 @@ def test_a_state_does_not_fit_a_file_whose_later_episodes_have_other_names(tmp_p
     next(iter(loaders[0]))
     with pytest.raises(h5chunk.StateError, match="another file"):
         loaders[1].load_state_dict(loaders[0].state_dict())
+
+
+def test_a_star_in_several_names_finds_episodes_in_nested_groups(tmp_path: Path) -> None:
+    names = ["kitchen/ep_2", "kitchen/ep_10", "table2/ep_1", "table10/ep_1"]
+    with h5py.File(tmp_path / "nested.h5", "w") as file:
+        file["version"] = 3
+        for number, name in enumerate(names):
+            file[f"{name}/actions"] = np.full((4, 2), number)
+            file[f"states/{name}"] = np.full((4, 3), number)
+        file["kitchen/about"] = np.zeros(5)
+    fields = {"actions": "*/ep_*/actions", "state": "states/*/ep_*"}
+    dataset = h5chunk.Windows(tmp_path / "nested.h5", fields, 3)
+    assert dataset.episode_names.tolist() == [name for name in names for _ in range(2)]
+    actions, state = dataset[list(range(len(dataset)))]
+    assert actions[:, 0, 0].tolist() == state[:, 0, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len(dataset.of_episodes(["table2/ep_1"])) == 2
+    patches = h5chunk.Patches(tmp_path / "nested.h5", {"actions": "*/ep_*/actions"}, (2, 2))
+    assert patches[0][0].shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"actions": "data/d*_*/actions"}, "one \\* in a name"),
+        ({"actions": "data/*/actions", "image": "data/*/*/image"}, "same number of"),
+        ({"actions": "data/other_*/actions"}, "nothing matches 'data/other_"),
+        ({"actions": "missing/*/actions"}, "'missing' does not exist"),
+        ({"actions": "data/*/actions", "image": "data/demo_1*/obs/image"}, "some of the fields have the episode"),
+    ],
+)
+def test_patterns_that_do_not_name_episodes_are_errors(fields: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(h5chunk.H5ChunkError, match=message):
+        h5chunk.Windows(_robomimic(tmp_path / "demos.h5"), fields, 2)

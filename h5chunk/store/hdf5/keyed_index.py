@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FileError, OptionError, printable
+from h5chunk.errors import FileError, printable
 from h5chunk.remote.mirror import NO_OPTIONS
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.attributes import join_columns
@@ -347,33 +347,3 @@ def _index_of(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Ke
     if arrays["names"].dtype != np.uint8 or arrays["ends"].dtype != np.int64:
         raise ValueError("impossible names")
     return KeyedIndex(arrays["names"], arrays["ends"], made, columns)
-
-
-def parse_patterns(patterns: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Return the pattern of each field, by field name.
-
-    If ``patterns`` has no names, a field is named after the path that follows ``*``, with ``_`` instead of ``/``.
-    Without such a path it is named after the group.
-    """
-    listed = [patterns] if isinstance(patterns, str) else patterns
-    named = listed if isinstance(listed, Mapping) else dict.fromkeys(range(len(listed)))
-    found: dict[str, str] = {}
-    for given, pattern in zip(named, listed.values() if isinstance(listed, Mapping) else listed, strict=True):
-        pattern = str(pattern).strip("/")
-        before, star, after = pattern.partition("*")
-        if not star or "*" in after or (before and not before.endswith("/")) or (after and not after.startswith("/")):
-            raise OptionError(
-                f"samples has {pattern!r}: use a path with one * in place of a name, as in 'traces/*/data' (if each "
-                "file is one sample, h5chunk.Patches reads its datasets)"
-            )
-        name = after.strip("/").replace("/", "_") or before.strip("/").rpartition("/")[2] or "data"
-        name = given if isinstance(given, str) else name
-        if name in found or before != next(iter(found.values()), pattern).partition("*")[0]:
-            text = ", ".join(map(str, named.values() if isinstance(listed, Mapping) else listed))
-            raise OptionError(
-                f"samples is {text}: use patterns that differ only after the *, and a different field name for each"
-            )
-        found[name] = pattern
-    if not found:
-        raise OptionError("samples is empty: pass at least one pattern")
-    return found

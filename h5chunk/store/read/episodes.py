@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -19,6 +18,7 @@ from h5chunk.errors import FieldError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import follow, opened
+from h5chunk.store.hdf5.patterns import Match, Pattern, find_matches
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.encoded import EncodedField
 from h5chunk.store.read.fields import Field, FrameDataset, FrameDecoder
@@ -32,11 +32,12 @@ class EpisodeFile(Source):
     """The concatenated episodes of one file, which are read like the rows of a file.
 
     ``starts_of`` has, for each field that is not encoded, the offset in the file at which each episode begins, or -1 if
-    it is unknown. ``patterns`` has the path of each field's datasets, with ``*`` for the name of the episode.
-    ``offsets`` has, for each uncompressed field, the offset of each row. All are int64.
+    it is unknown. ``patterns`` has the path of each field's datasets, with ``*`` for the names of the episode, and
+    ``names`` the names of the episodes. ``offsets`` has, for each uncompressed field, the offset of each row. All are
+    int64.
     """
 
-    def __init__(self, episodes: FileSet, patterns: Mapping[str, str]) -> None:
+    def __init__(self, episodes: FileSet, patterns: Mapping[str, Pattern], names: Sequence[str]) -> None:
         first = episodes.readers[0]
         super().__init__(
             first.path,
@@ -50,7 +51,8 @@ class EpisodeFile(Source):
             chunk_samples=episodes.chunk_samples,
             chunk_starts=episodes.chunk_starts,
         )
-        self.episodes, self._patterns = episodes, dict(patterns)
+        self.episodes, self.names = episodes, names
+        self._patterns = {field: str(pattern) for field, pattern in patterns.items()}
         self.starts_of: dict[str, np.ndarray] = {}
         self.offsets: dict[str, np.ndarray] = {}
 
@@ -84,28 +86,20 @@ class EpisodeFile(Source):
 
 
 def open_episodes(
-    file: Path, parent: str, suffixes: Mapping[str, str], decoder: FrameDecoder, trusted: bool, checksums: str
+    file: Path, patterns: Mapping[str, Pattern], decoder: FrameDecoder, trusted: bool, checksums: str
 ) -> EpisodeFile:
-    """Open the members of the group ``parent`` of a file as episodes.
+    """Open what the ``*`` in the path of each field match in a file as episodes.
 
-    ``suffixes`` has, for each field, the path of its dataset in an episode, such as ``/obs/image``. JPEG and PNG images
-    are decoded by ``decoder``. Raises FieldError if there is no episode, or if an episode lacks a field or has fields
-    that differ in length.
+    JPEG and PNG images are decoded by ``decoder``. Raises FieldError if there is no episode, or if an episode lacks a
+    field or has fields that differ in length.
     """
-    where = f"{printable(file)}: {parent.rstrip('/') or '/'!r}"
     with opened(file) as handle:
         guard = Guard(file, trusted)
-        group = guard.find(handle, parent or "/")
-        if not isinstance(group, h5py.Group):
-            raise FieldError(f"{where} is not a group: name the group that contains the episodes, as in data/*/obs")
-        names = sorted((name for name in group if isinstance(name, str)), key=_by_value)
-        if not names:
-            raise FieldError(f"{where} is an empty group: name the group that contains the episodes, as in data/*/obs")
+        matches = {name: find_matches(handle, guard, pattern) for name, pattern in patterns.items()}
         readers: list[H5Reader] = []
         starts: list[dict[str, int]] = []
         types: dict[str, Any] = {}
-        for name in names:
-            fields = {field: f"{parent}{name}{suffix}" for field, suffix in suffixes.items()}
+        for fields in _by_episode(file, matches):
             alike = _open_like_first(readers[0], types, handle, fields) if readers else None
             if alike is None:
                 datasets = {field: FrameDataset(dataset, decoder) for field, dataset in fields.items()}
@@ -113,11 +107,26 @@ def open_episodes(
                 types = types or {name: handle[field.dataset].id.get_type() for name, field in alike[0].fields.items()}
             readers.append(alike[0])
             starts.append(alike[1])
-    patterns = {field: f"{parent}*{suffix}" for field, suffix in suffixes.items()}
-    episodes = EpisodeFile(FileSet(readers, file), patterns)
-    rows = [field for field in suffixes if not isinstance(episodes.fields[field], EncodedField)]
+    names = [match.name for match in next(iter(matches.values()))]
+    episodes = EpisodeFile(FileSet(readers, file), patterns, names)
+    rows = [field for field in patterns if not isinstance(episodes.fields[field], EncodedField)]
     episodes.starts_of = {field: np.array([each.get(field, -1) for each in starts]) for field in rows}
     return episodes
+
+
+def _by_episode(file: Path, matches: Mapping[str, Sequence[Match]]) -> Iterator[dict[str, str]]:
+    """Yield the datasets of each episode, by field. Raises FieldError if a field has other episodes than the first."""
+    first, *others = matches
+    expected = [match.texts for match in matches[first]]
+    for name in others:
+        if odd := {*expected} ^ {match.texts for match in matches[name]}:
+            raise FieldError(
+                f"{printable(file)}: only some of the fields have the episode {printable('/'.join(min(odd)))!r}"
+            )
+    yield from (
+        {name: match.path for name, match in zip(matches, own, strict=True)}
+        for own in zip(*matches.values(), strict=True)
+    )
 
 
 def _open_like_first(
@@ -154,8 +163,3 @@ def _open_like_first(
     reader.num_samples = reader.main.grid.shape[0]
     reader.starts = np.array([0, reader.num_samples])
     return reader, places
-
-
-def _by_value(name: str) -> list[Any]:
-    """Return a sort key that compares the numbers in names by value."""
-    return [(int(part), "") if number % 2 else (-1, part) for number, part in enumerate(re.split(r"(\d+)", name))]

@@ -19,6 +19,7 @@ from h5chunk.paths import check_path, expanded
 from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions, list_url, open_urls, urls_of
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.hdf5.lookalike import describe_lookalike
+from h5chunk.store.hdf5.patterns import natural
 from h5chunk.store.read.checksums import FIRST, OFF
 from h5chunk.store.read.fields import Stored
 from h5chunk.store.read.fileset import FileSet
@@ -206,16 +207,7 @@ def _urls(url: str, remote: RemoteOptions) -> list[str]:
         suffixes = ", ".join(SUFFIXES)
         problem = "no object matches this pattern" if is_pattern else f"no object in this folder ends in {suffixes}"
         raise FileError(f"{printable(url)}: {problem}: check the URL")
-    return sorted(found, key=lambda each: natural(Path(each)))
-
-
-def natural(path: Path) -> list[tuple[int, str] | str]:
-    """Return a key that sorts paths by the values of the numbers in them, and then by their exact text."""
-    parts = re.split(r"(\d+)", str(path))
-    key: list[tuple[int, str] | str] = [
-        (int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts)
-    ]
-    return [*key, (-1, str(path))]
+    return sorted(found, key=natural)
 
 
 def shard_name(name: str, number: int, count: int) -> str:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from h5chunk.errors import FieldError, OptionError, printable, shown
+from h5chunk.errors import FieldError, printable, shown
 from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions
 from h5chunk.store.hdf5.child import in_child, limited_memory
+from h5chunk.store.hdf5.patterns import parse
 from h5chunk.store.read.episodes import EpisodeFile, open_episodes
 from h5chunk.store.read.fields import FrameDataset, FrameDecoder
 from h5chunk.store.read.files import Paths, check_shards, list_local_files, open_reader
@@ -30,21 +30,15 @@ def open_frames(
 ) -> Source:
     """Open the frames of all episodes as the rows of one reader. JPEG and PNG images are decoded by ``decoder``.
 
-    If the paths in ``fields`` have a ``*``, each group that it matches is an episode. Raises OptionError if the ``*``
-    are not in the same place or do not replace a complete name, and for URLs.
+    If the paths in ``fields`` have ``*``, each text that they match is an episode. Raises OptionError if a name has
+    several ``*``, if some paths have more of them than others, and for URLs.
     """
-    parents = {re.sub(r"\*.*", "", dataset) for dataset in fields.values()}
+    patterns = parse("fields", fields)
     files = list_local_files(path, remote, "Windows")
     if all("*" not in dataset for dataset in fields.values()):
         datasets = {name: FrameDataset(dataset, decoder) for name, dataset in fields.items()}
         return open_reader(path, datasets, trusted=trusted, checksums=checksums)
-    if len(parents) > 1 or any(dataset.count("*") != 1 for dataset in fields.values()):
-        raise OptionError(f"fields is {fields!r}: each path needs exactly one *, in the same place, as in data/*/NAME")
     check_shards(path)
-    parent = parents.pop()
-    suffixes = {name: dataset.split("*")[1] for name, dataset in fields.items()}
-    if (parent and not parent.endswith("/")) or any(not each.startswith("/") for each in suffixes.values()):
-        raise OptionError(f"fields is {fields!r}: the * must replace a group's complete name, as in data/*/NAME")
 
     reached = [files[0]]
 
@@ -53,7 +47,7 @@ def open_frames(
         for file in files:
             say(file)
             with limited_memory(file, trusted):
-                episodes.append(open_episodes(file, parent, suffixes, decoder, trusted, checksums))
+                episodes.append(open_episodes(file, patterns, decoder, trusted, checksums))
                 find_offsets(episodes[-1])
         return episodes
 
@@ -64,14 +58,11 @@ def open_frames(
     return readers[0] if len(readers) == 1 else FileSet(readers, Path(f"{shown(files[0])}{more}"))
 
 
-def episode_names(frames: Source, fields: Mapping[str, str]) -> list[str]:
-    """Return the name of each episode, which is the name of its group or of its file."""
-    at = next((dataset.strip("/").split("/").index("*") for dataset in fields.values() if "*" in dataset), 0)
-    names: list[str] = []
-    for each in frames.readers:
-        groups = each.episodes.readers if isinstance(each, EpisodeFile) else ()
-        names += [reader.main.dataset.strip("/").split("/")[at] for reader in groups] if groups else [each.path.name]
-    return names
+def episode_names(frames: Source) -> list[str]:
+    """Return the name of each episode: the names in its path that have a ``*``, or else the name of its file."""
+    return [
+        name for each in frames.readers for name in (each.names if isinstance(each, EpisodeFile) else [each.path.name])
+    ]
 
 
 def borders_of(frames: Source) -> np.ndarray:

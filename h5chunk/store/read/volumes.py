@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,11 @@ from h5chunk.plan.patches import RandomPatches, Tiles
 from h5chunk.store.hdf5.chunk_table import NotDirect, check_chunks
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import open_file, opened, translate_errors
+from h5chunk.store.hdf5.patterns import Pattern, find_matches, parse
 from h5chunk.store.read.boxes import PatchBytes, VolumeBytes, pad
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.fields import Field, describe_field
-from h5chunk.store.read.files import natural
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.source import Computed, Groups, Source
 
@@ -285,15 +284,16 @@ def open_volumes(
     """Open the datasets of all volumes. Returns the fields, which have no halo yet, and the names of the volumes.
 
     A field with a ``*`` in its path has several datasets. Datasets of different fields belong to the same volume if the
-    ``*`` matches the same text. ``leading`` has, for each field, a function that converts the number of axes of a
+    ``*`` match the same texts. ``leading`` has, for each field, a function that converts the number of axes of a
     dataset to the number of axes before its spatial axes.
     """
+    patterns = parse("fields", fields)
     found: dict[str, VolumeField] = {}
     names: list[str] = []
     for number, path in enumerate(files):
         guard = Guard(path, trusted)
         with opened(path) as file:
-            listed = {name: _list_datasets(file, path, guard, pattern) for name, pattern in fields.items()}
+            listed = {name: _list_datasets(file, guard, pattern) for name, pattern in patterns.items()}
             texts = list(next(iter(listed.values())))
             for name, own in listed.items():
                 if own.keys() != {*texts}:
@@ -342,28 +342,13 @@ def _check_same_space(fields: Mapping[str, VolumeField], names: Sequence[str]) -
             raise FieldError(f"{printable(name)}: {main.name!r} is empty, with the shape {main.space(number)}")
 
 
-def _list_datasets(file: h5py.File, path: Path, guard: Guard, pattern: str) -> dict[str, str]:
-    """Return the datasets that ``pattern`` matches, by the text that its ``*`` matches, which is "" without a ``*``.
+def _list_datasets(file: h5py.File, guard: Guard, pattern: Pattern) -> dict[str, str]:
+    """Return the datasets that a pattern matches, by the text that each * matches, which is "" without a *.
 
-    Raises OptionError if there are several ``*``, and FieldError if no dataset matches.
+    Raises FieldError if no dataset matches.
     """
-    parts = pattern.strip("/").split("/")
-    stars = [number for number, part in enumerate(parts) if "*" in part]
-    if not stars:
-        return {"": pattern}
-    if len(stars) > 1 or pattern.count("*") > 1:
-        raise OptionError(f"fields has {pattern!r}: use at most one *, as in volumes/*/raw")
-    before, part, after = parts[: stars[0]], parts[stars[0]], parts[stars[0] + 1 :]
-    group = guard.find(file, "/".join(before) or "/")
-    if not isinstance(group, h5py.Group):
-        raise FieldError(f"{printable(path)}: {'/'.join(before)!r} is not a group")
-    matching = sorted(
-        (name for name in group if isinstance(name, str) and fnmatchcase(name, part)),
-        key=lambda name: natural(Path(name)),
-    )
-    paths = {name: "/".join([*before, name, *after]) for name in matching}
-    start, end = part.split("*")
-    datasets = {name[len(start) : len(name) - len(end)]: each for name, each in paths.items() if guard.find(file, each)}
-    if not datasets:
-        raise FieldError(f"{printable(path)}: no dataset matches {pattern!r}")
-    return datasets
+    matches = find_matches(file, guard, pattern)
+    found = {"/".join(each.texts): each.path for each in matches if not each.texts or guard.find(file, each.path)}
+    if not found:
+        raise FieldError(f"{printable(guard.path)}: no dataset matches {str(pattern)!r}")
+    return found
