@@ -35,7 +35,6 @@ _HOMES = {
     "Stitcher": "h5chunk.feed.stitch",
     "VerifyReport": "h5chunk.tools.verify.report",
     "Windows": "h5chunk.feed.windows",
-    "append": "h5chunk.tools.convert.append",
     "bench": "h5chunk.tools.bench.bench",
     "collate": "h5chunk.feed.collate",
     "convert": "h5chunk.tools.convert.convert",

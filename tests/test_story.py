@@ -1,4 +1,4 @@
-"""Stories of a file: made, killed, continued, appended to, repacked, tuned, replaced, read; against a model in NumPy.
+"""Stories of a file: made, killed, continued, repacked, tuned, replaced, read; against a model in NumPy.
 
 `STORIES=300 python -m pytest tests/test_story.py` tells more.
 """
@@ -30,10 +30,9 @@ import h5chunk
 from h5chunk.errors import FileError, StateError
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.write.new_file import write_recommendation
-from h5chunk.tools.convert.append import append
 from h5chunk.tools.repack.repack import repack
 
-MOST, ALL = 24, 60  # samples of a source, and of a file that was appended to
+MOST = ALL = 24  # samples of a source
 CLASSES = 3  # sample i is of class i % 3
 PIXELS = np.random.default_rng(0).integers(0, 256, (ALL, 5, 4, 3), np.uint8)
 CHANNELS_FIRST = PIXELS.transpose(0, 3, 1, 2)
@@ -171,25 +170,6 @@ class Story(RuleBasedStateMachine):
         self.killed(work, reference.read_bytes(), after_s)
         reference.unlink()
         self.converted(count, options)
-
-    @precondition(lambda self: len(self.order) + MOST <= ALL)
-    @step(count=COUNTS, seed=SEEDS, shuffle=st.booleans(), after_s=st.none() | st.floats(0, 0.05))
-    def append(self, count: int, seed: int, shuffle: bool, after_s: float | None) -> None:
-        """Behind the old samples come the new ones; killed or not."""
-        old, source = len(self.order), self.source(count, len(self.order))
-        options = {"seed": seed, "shuffle": shuffle, "workers": 0}
-        if after_s is None:
-            append(self.path, source, **options)
-        else:
-            reference = self.folder / "reference.h5"
-            shutil.copy(self.path, reference)
-            append(reference, source, **options)
-            self.killed(lambda: append(self.path, source, **options), reference.read_bytes(), after_s)
-            reference.unlink()
-        before, self.order = self.order, self.found_order()
-        np.testing.assert_array_equal(self.order[:old], before)
-        assert sorted(self.order[old:]) == list(range(old, old + count))
-        self.made, self.version = None, self.version + 1
 
     @step(shuffle=st.booleans(), seed=SEEDS, chunk=st.integers(1, 9), compression=st.sampled_from(["none", "gzip"]))
     def repack(self, shuffle: bool, seed: int, chunk: int, compression: str) -> None:

@@ -48,12 +48,8 @@ class Layout:
         return cache_for(INTERLEAVE * self.window_chunks, self.chunk_bytes, self.num_chunks)
 
 
-def plan_layout(
-    num_samples: int, sample_bytes: int, chunk_samples: int | None = None, why: str = "as requested"
-) -> Layout:
+def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None = None) -> Layout:
     """Plan the layout of a file. If ``chunk_samples`` is None, choose a suitable number of samples per chunk.
-
-    ``why`` says where ``chunk_samples`` is from.
 
     Raises OptionError if a chunk would exceed HDF5's limit of 4 GiB.
     """
@@ -68,7 +64,7 @@ def plan_layout(
         raise OptionError(f"chunk_samples is {chunk_samples}: pass at least 1, or leave it out")
     else:
         size = human_bytes(chunk_samples * sample_bytes)
-        reasons = [f"{count_text(chunk_samples, 'sample')} per chunk, {why}: {size}"]
+        reasons = [f"{count_text(chunk_samples, 'sample')} per chunk, as requested: {size}"]
         chunk_samples = min(chunk_samples, num_samples)
     chunk_bytes = chunk_samples * sample_bytes
     if chunk_bytes > MAX_CHUNK_BYTES:

@@ -351,7 +351,7 @@ class TableSource(Samples):
         if given and not any(isinstance(column, Images) for column in self._columns.values()):
             raise OptionError(
                 f"{flag_of(given[0])} applies only to images, but {printable(self._paths[0])} has no column with the "
-                "bytes of images: leave out the option; to append to a file of images, pass a source of images"
+                "bytes of images: leave out the option; with --like a file of images, pass a source of images"
             )
 
     def _gather(self, columns: dict[str, np.ndarray], options: TableOptions) -> dict[str, np.ndarray]:

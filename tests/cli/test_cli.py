@@ -196,7 +196,7 @@ def test_output_to_a_path_that_is_not_utf8(class_folder: Make, tmp_path: Path) -
     path = os.fsencode(tmp_path) + b"/\xff.h5"
     command = [sys.executable, "-m", "h5chunk", "convert", str(class_folder(1)), path]
     result = subprocess.run(command, capture_output=True, timeout=60, check=True)
-    assert rb"\xff.h5: 1 image " in result.stdout and os.path.exists(path)
+    assert rb"\xff.h5: 1 image" in result.stdout and os.path.exists(path)
 
 
 @pytest.mark.parametrize("arguments", [("info", "ftp://h/a.h5"), ("convert", "ftp://h/a.zip", "x.h5")], ids=str)

@@ -14,7 +14,7 @@ from support.commands import run
 import h5chunk
 from h5chunk import errors
 from h5chunk.cli import main
-from h5chunk.tools.convert.options import append_options, convert_options
+from h5chunk.tools.convert.options import convert_options
 from h5chunk.tools.repack.options import RepackOptions
 
 COMMANDS = [*main.commands]
@@ -62,7 +62,7 @@ def test_examples_parse(name: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_options_are_arguments_of_the_function(name: str) -> None:
     arguments = {*inspect.signature(getattr(h5chunk, name)).parameters}
-    groups = {"convert": convert_options(), "append": append_options(), "repack": [RepackOptions]}
+    groups = {"convert": convert_options(), "repack": [RepackOptions]}
     arguments |= {option for options in groups.get(name, ()) for option in options.names()}
     for parameter in main.commands[name].params:
         python = RENAMED.get(parameter.name, parameter.name)
@@ -79,11 +79,6 @@ def test_options_of_the_same_name_look_the_same() -> None:
         for option in own_options(name):
             shown.setdefault(option.opts[0], set()).add(option.make_metavar(context))
     assert {option for option, metavars in shown.items() if len(metavars) > 1} == {"--compression"}
-
-
-def test_append_offers_no_kinds_of_matrices() -> None:
-    [kinds] = [option.type for option in own_options("append") if option.opts == ["--format"]]
-    assert isinstance(kinds, click.Choice) and set(kinds.choices) == {"arrays", "table", "keyed", "images"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -20,7 +20,6 @@ OPTIONS = {
     for name, command in COMMANDS.items()
 }
 OTHERS = {"torchrun", "pip", "h5repack"}  # programs other than h5chunk, whose options messages may name
-SAME_MODULES = {"convert": ("convert", "append")}  # commands whose messages come from the same modules
 BOUNDED = {"known", "kinds", "choices"}  # variables that hold a few names that h5chunk defines
 
 
@@ -62,7 +61,7 @@ def missing_options(text: str, default: str = "") -> list[str]:
     for name, option in re.findall(r"(?:h5chunk |{)([a-z]+)|(?<![\w-])(--[a-z][a-z-]*[a-z])", text):
         if name:
             command = name if name in COMMANDS else command
-        elif not any(option in OPTIONS[each] for each in SAME_MODULES.get(command, (command,)) if each in OPTIONS):
+        elif option not in OPTIONS.get(command, ()):
             missing += [f"{command} {option}"] if command else []
             missing += [] if command or any(option in of for of in OPTIONS.values()) else [f"no command {option}"]
     return missing

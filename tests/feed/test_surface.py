@@ -46,7 +46,7 @@ def test_a_loader_owns_where_and_how():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["append", "bench", "convert", "info", "repack", "tune", "verify"])
+@pytest.mark.parametrize("name", ["bench", "convert", "info", "repack", "tune", "verify"])
 def test_commands_are_functions(name):
     assert callable(getattr(h5chunk, name))
 

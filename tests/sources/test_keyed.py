@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +64,6 @@ def test_datasets_without_groups_workers_and_a_user_block(tmp_path: Path) -> Non
     assert report.num_samples == COUNT
     (found,) = values_of(tmp_path / "b.h5", "data")
     np.testing.assert_array_equal(np.sort(found, axis=0), np.sort(TRACES, axis=0))
-
-
-def test_append_adds_the_samples_of_another_file(tmp_path: Path) -> None:
-    source = make(tmp_path / "a.h5")
-    h5chunk.convert(source, tmp_path / "b.h5", samples=("traces/*/data",))
-    h5chunk.append(tmp_path / "b.h5", shutil.copy(source, tmp_path / "c.h5"), samples=("traces/*/data",))
-    assert len(h5chunk.ChunkDataset(tmp_path / "b.h5", fields=["data"])) == 2 * COUNT
 
 
 def lacking(file: h5py.File) -> None:

@@ -160,20 +160,20 @@ def test_one_geometry_for_image_and_mask(tmp_path: Path, fit: str) -> None:
         assert near.mean() > 0.85 and {*mask.unique().tolist()} <= {0, 7}  # but for edges, which are smooth
 
 
-def test_append_and_repair(tmp_path: Path) -> None:
+def test_like_and_repair(tmp_path: Path) -> None:
     root, path = make_pairs(tmp_path / "data"), tmp_path / "x.h5"
     h5chunk.convert(root, path, workers=0, chunk_samples=4)
     more = make_pairs(tmp_path / "more", 4, first=6)
     (more / "masks").rename(more / "annotations")  # also a usual name
-    h5chunk.append(path, more, workers=0)
-    check_pairs(path, 10).close()
+    h5chunk.convert(more, tmp_path / "y.h5", like=path, workers=0)
+    assert len(h5chunk.ChunkDataset([path, tmp_path / "y.h5"])) == 10
     damaged = bytearray(path.read_bytes())
     stored = mask_of(int(Path(h5chunk.ChunkDataset(path).source_names[0]).stem)).tobytes()
     damaged[damaged.index(stored)] ^= 255
     path.write_bytes(damaged)
     report = h5chunk.verify(path, repair=root)
     assert [(chunk.field, chunk.chunk) for chunk in report.repaired] == [("masks", 0)] and not report.bad
-    check_pairs(path, 10)
+    check_pairs(path, 6)
 
 
 def test_work_on_a_changed_mask_is_not_reused(tmp_path: Path) -> None:
@@ -244,9 +244,10 @@ def test_masks_are_found_by_what_they_are(tmp_path: Path, number: int) -> None:
             np.testing.assert_array_equal(file[name], expected)
     report = h5chunk.convert(samples_of(fields), tmp_path / "y.h5", mask_column="none", workers=0)
     assert set(report.shapes.values()) == {SHAPE}
-    if not masks:  # a file keeps what was found, whatever is appended
+    if not masks:  # a further file gets what was found in the first one
         more = {"field0": PHOTO, "field1": PALETTE}
-        assert h5chunk.append(tmp_path / "x.h5", samples_of(more), workers=0).num_samples == 10
+        report = h5chunk.convert(samples_of(more), tmp_path / "more.h5", like=tmp_path / "x.h5", workers=0)
+        assert set(report.shapes.values()) == {SHAPE}
 
 
 @pytest.mark.parametrize("name", ["label", "annotation", "segmentation_mask", "image2"])

@@ -98,15 +98,15 @@ def test_several_images(tmp_path: Path) -> None:
         np.testing.assert_array_equal(mask, mask_of(int(Path(name).stem)))
 
 
-def test_append_and_repair(tmp_path: Path) -> None:
+def test_like_and_repair(tmp_path: Path) -> None:
     source, path = make(tmp_path / "data", "1.png", "2.png"), tmp_path / "x.h5"
     write(source / "metadata.csv", [{"file_name": f"{n}.png", "n": n} for n in (2, 1)])
     dataset = converted(source, chunk_samples=1)
     assert dataset.values("n").tolist() == [int(Path(name).stem) for name in dataset.source_names]
     more = make(tmp_path / "more", "3.png")
     write(more / "metadata.jsonl", [{"file_name": "3.png", "n": 3}])
-    h5chunk.append(path, more, workers=0)
-    assert sorted(h5chunk.ChunkDataset(path).values("n").tolist()) == [1, 2, 3]
+    h5chunk.convert(more, tmp_path / "more.h5", like=path, workers=0)
+    assert sorted(h5chunk.ChunkDataset([path, tmp_path / "more.h5"]).values("n").tolist()) == [1, 2, 3]
     damaged = bytearray(path.read_bytes())
     damaged[damaged.index(pixels(2, 12, 18).transpose(2, 0, 1).tobytes())] ^= 1
     path.write_bytes(damaged)

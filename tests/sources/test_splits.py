@@ -20,7 +20,6 @@ from support.stopped import Stop, packed, stop_at
 import h5chunk
 from h5chunk.cli import main
 from h5chunk.errors import OptionError, OutputError, SampleError, SourceError
-from h5chunk.tools.convert.append import append
 from h5chunk.tools.convert.convert import convert
 
 SPLITS = ("Train", "val")
@@ -300,28 +299,6 @@ def test_continued_with_splits(tmp_path: Path) -> None:
     convert(root, tmp_path / "whole.h5", workers=0, chunk_samples=4, split_folders="yes")
     assert told[0].startswith("continuing:") and path.read_bytes() == (tmp_path / "whole.h5").read_bytes()
     check_splits(path, 200)
-
-
-def test_splits_are_appended(tmp_path: Path) -> None:
-    """As the file has them: also where the new ones are of one split alone, which would be in doubt otherwise."""
-    path, more = tmp_path / "x.h5", make_tree(tmp_path / "more", 12, first=24)
-    convert(make_tree(tmp_path / "data"), path, workers=0)
-    (tmp_path / "alone").mkdir()
-    shutil.move(more / "val", tmp_path / "alone" / "val")
-    reports = [append(path, source, workers=0) for source in (more, tmp_path / "alone")]
-    assert [report.num_added for report in reports] == [8, 4] and reports[0].class_names == [*CLASSES]
-    check_splits(path, 36)
-    check_file(path, *expected(36))
-    classes = make_tree(tmp_path / "classes") / "val"
-    with pytest.raises(SourceError, match="lacks the field 'split', which"):
-        append(path, classes, split_folders="no")
-    with pytest.raises(
-        SourceError, match=r"of the file \(a folder that contains the folders of splits, such as train/"
-    ):
-        append(path, classes)
-    convert(classes, tmp_path / "y.h5", workers=0)
-    with pytest.raises(SourceError, match=r"has the field 'split', which .* lacks"):
-        append(tmp_path / "y.h5", tmp_path / "data")
 
 
 def test_splits_are_repaired(tmp_path: Path) -> None:

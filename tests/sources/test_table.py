@@ -81,16 +81,6 @@ def test_every_column_is_in_the_file(tmp_path: Path, images: str, workers: int) 
         h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", chunk_samples=4)
 
 
-def test_classes_of_a_column_that_is_left_out_are_no_obstacle_to_append(tmp_path: Path) -> None:
-    pq.write_table(table(), tmp_path / "t.parquet")
-    h5chunk.convert(tmp_path / "t.parquet", tmp_path / "x.h5", columns=["image", "text"])
-    with h5py.File(tmp_path / "x.h5", "r+") as file:
-        assert "categories" not in file["h5chunk"]
-        file["h5chunk/categories/label"] = np.array([b"a", b"b"])  # as earlier versions wrote
-    h5chunk.append(tmp_path / "x.h5", tmp_path / "t.parquet", columns=["image", "text"])
-    assert len(h5chunk.ChunkDataset(tmp_path / "x.h5")) == 2 * COUNT and h5chunk.verify(tmp_path / "x.h5").ok
-
-
 def test_a_folder_of_tables(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     pq.write_table(table().slice(0, 11), tmp_path / "data" / "a.parquet")
@@ -341,8 +331,8 @@ def test_columns_of_numbers_as_one_vector(tmp_path: Path) -> None:
     assert dataset.fields == ("pixels", "label") and dataset[0][0].dtype == torch.uint8
     assert all((dataset[i][0].numpy() == pixels[i]).all() for i in range(9))
     assert dataset.values("label").tolist() == [0, 1, 2] * 3
-    h5chunk.append(tmp_path / "x.h5", tmp_path / "digits.csv", **options)
-    assert len(h5chunk.ChunkDataset(tmp_path / "x.h5")) == 18
+    h5chunk.convert(tmp_path / "digits.csv", tmp_path / "more.h5", like=tmp_path / "x.h5", **options)
+    assert len(h5chunk.ChunkDataset([tmp_path / "x.h5", tmp_path / "more.h5"])) == 18
     assert "41 numeric columns could become one field" in str(
         h5chunk.convert(tmp_path / "digits.csv", tmp_path / "y.h5")
     )
@@ -396,8 +386,8 @@ def test_a_folder_of_texts(tmp_path: Path) -> None:
     h5chunk.convert(tmp_path / "t", tmp_path / "x.h5", shuffle=False)
     dataset = h5chunk.ChunkDataset(tmp_path / "x.h5")
     assert dataset.values("n").tolist() == [0, 7, 1, 7] and [*dataset.categories("kind")] == ["cat", "dog"]
-    with pytest.raises(SourceError, match=r"lacks the field .*: read it with the options with which"):
-        h5chunk.append(tmp_path / "x.h5", tmp_path / "t", vector="v")
+    with pytest.raises(SourceError, match=r"lacks the field .*: use a source or options with which it has exactly"):
+        h5chunk.convert(tmp_path / "t", tmp_path / "more.h5", like=tmp_path / "x.h5", vector="v")
     (tmp_path / "t" / "b.csv.gz").write_bytes(gzip.compress(b"x,other,kind\n0.5,1,a\n1.5,2,b\n"))
     with pytest.raises(SourceError, match="pass tables with the same columns"):
         h5chunk.convert(tmp_path / "t", tmp_path / "y.h5")

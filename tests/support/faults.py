@@ -16,7 +16,6 @@ CONSTANTS = {
     "ahead_bytes": "plan.slots.AHEAD_BYTES",
     "block_samples": "tools.model.clustering.BLOCK_SAMPLES",
     "compared_bytes": "store.hdf5.chunk_table.COMPARED_BYTES",
-    "copy_bytes": "store.write.old_file.COPY_BYTES",
     "decoded_part_bytes": "store.read.direct.PART_BYTES",
     "decoding_bytes": "feed.budget.DECODING_BYTES",
     "fewest_numbers": "transforms.compiled.FEWEST_NUMBERS",

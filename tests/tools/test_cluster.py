@@ -65,7 +65,7 @@ def test_the_same_bytes(client, class_folder, tmp_path, options):
     )
     assert same_files(tmp_path / "local", tmp_path / "cluster")
     assert nothing_left(tmp_path)
-    kept = ("num_samples", "num_bytes", "counts", "fields", "shapes", "class_names", "num_added", "layout")
+    kept = ("num_samples", "num_bytes", "counts", "fields", "shapes", "class_names", "layout")
     assert {name: getattr(report, name) for name in kept} == {name: getattr(local, name) for name in kept}
     assert told[-1] == ("convert", 30, 30)
     again = h5chunk.convert(root, tmp_path / "cluster", client=client, **options)

@@ -14,8 +14,6 @@ from PIL import Image
 import h5chunk
 from h5chunk.errors import FileError, OptionError, SampleError, SourceError
 from h5chunk.plan.permutation import permutation
-from h5chunk.source import OpenContext
-from h5chunk.sources.images import ImageSource
 from h5chunk.sources.kinds import ImageSourceOptions
 from h5chunk.tools.convert.forms import FormCost, recommend
 from h5chunk.tools.measure.stages import DATALOADER, DECODING, LIMITS, LOADER, READERS, RESIDENT
@@ -287,11 +285,13 @@ def test_a_data_set_in_python(tmp_path, how):
     report = h5chunk.convert(data, path, **{how: True}, workers=2)
     assert report.fields == {"images": "uint8", "labels": "int64"} and report.class_names == ["a", "b", "c"]
     assert report.counts.get("encoded as PNG", 0) == (10 if how == "keep_encoded" else 0)
-    h5chunk.append(path, Pictures(["b", "c", "a"]), workers=0)
-    kept = h5chunk.ChunkDataset(path)
-    with h5py.File(path) as file:
-        numbers = file["h5chunk/source_index"][()] % 10
-    for row, number in enumerate(numbers.tolist()):
+    h5chunk.convert(Pictures(["b", "c", "a"]), tmp_path / "q.h5", like=path, workers=0)
+    kept = h5chunk.ChunkDataset([path, tmp_path / "q.h5"])
+    numbers = []
+    for each in (path, tmp_path / "q.h5"):
+        with h5py.File(each) as file:
+            numbers += file["h5chunk/source_index"][()].tolist()
+    for row, number in enumerate(numbers):
         image, label = kept[row]
         np.testing.assert_array_equal(image.permute(1, 2, 0), np.asarray(data[number][0]))
         assert label == (number + (row >= 10)) % 3
@@ -349,83 +349,6 @@ def test_tune_measures_loaders_and_advises(photos, tmp_path, monkeypatch, how):
     assert sum(len(images) for images, _ in scope["loader"]) == 7
 
 
-# ---- appending
-
-
-@pytest.fixture
-def more(tmp_path):
-    """Further images of the classes of ``photos``."""
-    for number in range(9):
-        path = tmp_path / "more" / "ab"[number % 2] / f"m{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(picture(30 + number, 70 - 4 * number, number)))
-    return tmp_path / "more"
-
-
-@pytest.mark.parametrize("how", ["keep_encoded", "keep_size"])
-@pytest.mark.parametrize("chunk_bytes", [4096, 8 << 20])
-def test_appended_images_follow_the_others(photos, more, tmp_path, monkeypatch, how, chunk_bytes):
-    monkeypatch.setattr("h5chunk.store.write.any_size.CHUNK_BYTES", chunk_bytes)
-    path = tmp_path / "p.h5"
-    h5chunk.convert(photos, path, **{how: True}, max_side=60)
-    before = stored(path)
-    report = h5chunk.append(path, more, shuffle=False, workers=0)
-    h5chunk.convert(more, tmp_path / "more.h5", **{how: True}, max_side=60)
-    after = stored(path)
-    assert list(after)[:7] == list(before) and after == before | stored(tmp_path / "more.h5")
-    assert (report.num_added, report.num_samples, report.form) == (9, 16, "raw" if how == "keep_size" else "encoded")
-    assert h5chunk.verify(path).ok
-    with h5py.File(path) as file:
-        assert file["labels"][7:].tolist() == [name[0] == "b" for name in list(after)[7:]]
-        assert dict(file["images"].attrs)["channels"] == 3 and file["images/data"].chunks[0] <= chunk_bytes
-    assert h5chunk.append(path, more, shuffle=False).already_complete
-
-
-def test_an_append_continues_and_leaves_the_old_file_until_then(photos, more, tmp_path, monkeypatch):
-    monkeypatch.setattr("h5chunk.store.write.any_size.TASK_BYTES", 1)
-    monkeypatch.setattr("h5chunk.store.write.any_size.CHUNK_BYTES", 1000)
-    path, said = tmp_path / "p.h5", []
-    h5chunk.convert(photos, path, keep_encoded=True, chunk_samples=1)
-    old, good = path.read_bytes(), (more / "b/m7.jpg").read_bytes()
-    (more / "b/m7.jpg").write_bytes(good[:200])
-    with pytest.raises(SampleError, match=r"m7\.jpg"):
-        h5chunk.append(path, more, shuffle=False, workers=0)
-    assert path.read_bytes() == old
-    (more / "b/m7.jpg").write_bytes(good)
-    h5chunk.append(path, more, shuffle=False, workers=0, notify=said.append)
-    assert any("are already written" in line for line in said) and h5chunk.verify(path).ok
-    continued = path.read_bytes()
-    path.write_bytes(old)
-    h5chunk.append(path, more, shuffle=False, workers=2)
-    assert path.read_bytes() == continued
-    (more / "a/m0.jpg").write_bytes(b"broken")
-    path.write_bytes(old)
-    assert [name for name, _ in h5chunk.append(path, more, on_error="skip").skipped] == ["a/m0.jpg"]
-    assert len(stored(path)) == 15 and h5chunk.verify(path).ok
-
-
-@pytest.mark.parametrize("name", ["images/data", "images/widths", "labels"])
-def test_damaged_images_are_not_carried_into_a_longer_file(photos, more, tmp_path, name):
-    h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
-    with h5py.File(tmp_path / "p.h5", "r+") as file:
-        file[name][1] ^= 1
-    damaged = (tmp_path / "p.h5").read_bytes()
-    with pytest.raises(FileError, match=f"chunk 0 of '{name}' .*nothing was appended"):
-        h5chunk.append(tmp_path / "p.h5", more)
-    assert (tmp_path / "p.h5").read_bytes() == damaged
-
-
-def test_images_of_another_form_are_not_appended(photos, more, tmp_path):
-    h5chunk.convert(photos, tmp_path / "p.h5", keep_encoded=True)
-    with pytest.raises(OptionError, match="--keep-size cannot be set, because images are decoded with"):
-        h5chunk.append(tmp_path / "p.h5", more, keep_size=True)
-    with pytest.raises(SourceError, match=r"lacks the field 'labels'"):
-        h5chunk.append(tmp_path / "p.h5", more / "a")
-    listing = ImageSource.open(more, ImageSourceOptions(keep_size=True), OpenContext())
-    with pytest.raises(SourceError, match=r"its images are raw, but those in .* are encoded"):
-        h5chunk.append(tmp_path / "p.h5", listing)
-
-
 # ---- repacking
 
 
@@ -469,18 +392,6 @@ def test_damaged_images_are_not_repacked(photos, tmp_path):
         file["h5chunk"].attrs["num_samples"] = 6
     with pytest.raises(FileError, match="7 images for 6 samples"):
         h5chunk.repack(tmp_path / "p.h5", tmp_path / "q.h5")
-
-
-def test_images_are_appended_to_a_repacked_file(photos, more, tmp_path):
-    path, out = tmp_path / "p.h5", tmp_path / "out.h5"
-    h5chunk.convert(photos, path, keep_size=True)
-    h5chunk.repack(path, out, shuffle=True, chunk_samples=2)
-    before = stored(out)
-    assert h5chunk.append(out, more).num_samples == 16 and h5chunk.verify(out).ok
-    assert list(stored(out))[:7] == list(before)
-    h5chunk.repack(path, out, compression="gzip", overwrite=True)
-    with pytest.raises(FileError, match=r"compressed: repack the file \(--compression none\)"):
-        h5chunk.append(out, more)
 
 
 def test_very_large_images_are_shrunk_as_the_error_says(tmp_path):

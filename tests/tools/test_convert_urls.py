@@ -121,13 +121,6 @@ def test_a_source_that_changed_is_read_again(bucket, files, tmp_path):
         h5chunk.convert("s3://bucket/a.csv", tmp_path / "new.h5")
 
 
-def test_the_same_samples_are_not_appended_twice(bucket, files, tmp_path):
-    h5chunk.convert(files / "a.npz", tmp_path / "new.h5")
-    assert h5chunk.append(tmp_path / "new.h5", "s3://bucket/a.npz").num_samples == 100
-    assert h5chunk.append(tmp_path / "new.h5", "s3://bucket/a.npz").already_complete
-    assert h5chunk.append(tmp_path / "new.h5", f"{bucket.url}/bucket/a.npz").num_samples == 150
-
-
 def test_an_object_that_changes_while_it_is_downloaded_is_an_error(bucket, files, tmp_path):
     bucket.objects = Objects(bucket.objects, lambda number, data: data if number == 0 else data[::-1])
     with pytest.raises(SourceError, match=r"s3://bucket/large.npy changed while it was downloaded"):

@@ -1,4 +1,4 @@
-"""Samples of several fields of any type: written, continued, appended to, and read by all that reads."""
+"""Samples of several fields of any type: written, continued, and read by all that reads."""
 
 from __future__ import annotations
 
@@ -133,99 +133,6 @@ def test_shards(tmp_path: Path) -> None:
     ages = sorted(int(age) for age, _ in dataset)
     assert ages == sorted(int(values_of(i, FIELDS)["age"]) for i in range(COUNT) if i != 7)
     assert h5chunk.verify(tmp_path / "x").ok
-
-
-# ---- what is appended
-
-
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize(("count", "chunk_samples"), [(COUNT, 5), (COUNT, 83), (80, 5), (2, None)])
-def test_samples_are_appended(tmp_path: Path, count: int, chunk_samples: int | None, named: bool) -> None:
-    path = tmp_path / "x.h5"
-    write(MemorySource(count, columns={"n": np.arange(count)}, named=named), path, chunk_samples=chunk_samples)
-    with h5py.File(path) as file:
-        before = {name: file[name][()] for name in (*FIELDS, "n", "h5chunk/source_index")}
-    more = MemorySource(41, first=count, columns={"n": np.arange(count, count + 41)}, named=named)
-    report = h5chunk.append(path, more, workers=2)
-    assert (report.num_added, report.num_samples, report.counts["read"]) == (41, count + 41, 41)
-    check_samples(path, range(count + 41))
-    with h5py.File(path) as file:
-        for name, values in before.items():
-            np.testing.assert_array_equal(file[name][:count], values)
-        np.testing.assert_array_equal(file["n"][()], file["h5chunk/source_index"][()])
-    assert h5chunk.verify(path).ok
-    assert h5chunk.append(path, more, workers=0).already_complete
-
-
-@pytest.mark.parametrize("as_file", [False, True])
-def test_arrays_are_appended(tmp_path: Path, as_file: bool) -> None:
-    random = np.random.default_rng(0)
-    parts = []
-    for count in (30, 17):
-        part: Any = {"x": random.random((count, 3, 4), np.float32), "y": random.integers(0, 9, count)}
-        parts.append(part)
-        if as_file:
-            np.savez(tmp_path / f"{count}.npz", **part)
-            part = tmp_path / f"{count}.npz"
-        if count == 30:
-            h5chunk.convert(part, tmp_path / "x.h5", workers=0)
-        else:
-            assert h5chunk.append(tmp_path / "x.h5", part, workers=0).num_samples == 47
-    with h5py.File(tmp_path / "x.h5") as file:
-        index = file["h5chunk/source_index"][()]
-        for name in ("x", "y"):
-            np.testing.assert_array_equal(file[name][()], np.concatenate([part[name] for part in parts])[index])
-    assert h5chunk.verify(tmp_path / "x.h5").ok
-
-
-def test_appended_samples_that_are_left_out(tmp_path: Path) -> None:
-    write(MemorySource(COUNT), tmp_path / "x.h5", chunk_samples=5)
-    bad = [0, 5, 11, 12]
-    report = h5chunk.append(tmp_path / "x.h5", MemorySource(13, first=COUNT, bad=bad), on_error="skip", workers=0)
-    check_samples(tmp_path / "x.h5", [*range(COUNT), *(COUNT + i for i in range(13) if i not in bad)])
-    assert report.num_added == 9 and len(report.skipped) == 4 and h5chunk.verify(tmp_path / "x.h5").ok
-
-
-def test_the_source_of_a_file_is_appended_to_it_again(tmp_path: Path) -> None:
-    write(MemorySource(COUNT), tmp_path / "x.h5")
-    report = h5chunk.append(tmp_path / "x.h5", MemorySource(COUNT), workers=0)
-    assert not report.already_complete and report.num_samples == 2 * COUNT
-
-
-def test_categories_are_matched_by_name(tmp_path: Path) -> None:
-    source = MemorySource(4, columns={"kind": np.array([0, 1, 1, -1])}, categories={"kind": ["odd", "even"]})
-    write(source, tmp_path / "x.h5", shuffle=False)
-    new = MemorySource(3, columns={"kind": np.array([0, 1, -1])}, categories={"kind": ["even", "prime"]})
-    with pytest.raises(SourceError, match=r"lacks 1 of the 2 classes of the source, such as .prime."):
-        h5chunk.append(tmp_path / "x.h5", new, shuffle=False, workers=0)
-    report = h5chunk.append(tmp_path / "x.h5", new, new_classes=True, shuffle=False, workers=0)
-    assert report.new_classes == ["prime"]
-    with h5py.File(tmp_path / "x.h5") as file:
-        assert file["h5chunk/categories/kind"][()].tolist() == [b"odd", b"even", b"prime"]
-        assert file["kind"][()].tolist() == [0, 1, 1, -1, 1, 2, -1]
-    assert h5chunk.verify(tmp_path / "x.h5").ok
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"fields": {"depth": FIELDS["depth"]}}, "lacks the field 'age'"),
-        ({"fields": {**FIELDS, "extra": FIELDS["age"]}}, "has the field 'extra', which"),
-        (
-            {"fields": {**FIELDS, "depth": SampleField((7, 5), np.dtype(np.float64))}},
-            "its depth are 7 x 5 float64, but",
-        ),
-        ({"fields": {**FIELDS, "age": SampleField((1,), np.dtype(np.int64))}}, "its age are 1 int64, but"),
-        ({"columns": {"n": np.arange(5)}}, "has the field 'n', which"),
-        ({"named": True}, "samples have names in .* but not in"),
-    ],
-)
-def test_fields_that_differ(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    write(MemorySource(COUNT), tmp_path / "x.h5")
-    before = (tmp_path / "x.h5").read_bytes()
-    with pytest.raises(SourceError, match=message):
-        h5chunk.append(tmp_path / "x.h5", MemorySource(5, **change), workers=0)
-    assert (tmp_path / "x.h5").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
 
 # ---- what a file can hold

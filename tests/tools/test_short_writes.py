@@ -85,9 +85,7 @@ convert("t.parquet", "table.h5")
 convert("r.csv", "ratings.h5")
 convert("r.csv", "spilled.h5", memory_bytes=1 << 20)
 convert("r.csv", "matrix-shards", shards=2)
-for name, kept in (("appended.h5", {}), ("kept-appended.h5", {"keep_encoded": True})):
-    convert("photos", name, **kept)
-    h5chunk.append(folder / name, folder / "more")
+convert("more", "more.h5", like=folder / "images.h5")
 h5chunk.repack(folder / "other.h5", folder / "repacked.h5")
 h5chunk.repack(folder / "other.h5", folder / "shuffled.h5", shuffle=True, compression="gzip")
 with h5py.File(folder / "large.h5", "w") as file:

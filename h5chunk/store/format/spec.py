@@ -1,7 +1,7 @@
 """Specification of the files that h5chunk writes, version 2.
 
 A file is plain HDF5 (library version bounds v1.10, superblock 3), which any tool for HDF5 1.10 can read. Files that
-`h5chunk convert` and `append` write have no variable-length types, no links other than hard ones, and no time stamps:
+`h5chunk convert` writes have no variable-length types, no links other than hard ones, and no time stamps:
 equal input, options and library versions give equal bytes. No dataset in them has a filter, except ``/X`` of a file of
 dense rows.
 
@@ -131,8 +131,8 @@ attributes
 
 Files that were appended to
 ---------------------------
-`h5chunk append` adds new samples after the old ones, which keep their positions; k is unchanged. ``shuffled`` is then
-0, because old and new samples are not mixed; ``seed`` is still the seed of the first samples. ``options`` gets the key
+Early versions had a command that adds samples to a file, after the old ones; k is unchanged. ``shuffled`` is then 0,
+because old and new samples are not mixed; ``seed`` is still the seed of the first samples. ``options`` gets the key
 ``appended``: a list with one object per call. It has the options of the call: ``samples`` (the number of added
 samples), ``seed`` and ``shuffle`` (how the added samples were permuted) and, for images, ``fit``; and ``first_index``,
 which is greater than all earlier values of ``source_index``: the ``source_index`` of a new sample is ``first_index``

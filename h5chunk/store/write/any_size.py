@@ -27,7 +27,6 @@ from h5chunk.store.write.fill import (
     stamp_of_samples,
 )
 from h5chunk.store.write.new_file import NewFile, checksum_specs
-from h5chunk.store.write.old_file import OldImages
 from h5chunk.store.write.workers import run_tasks
 
 CHUNK_BYTES = 8 << 20
@@ -112,13 +111,6 @@ class BytesWriter:
         self._new, self._name = new, name
         self.num_bytes, self._sum = 0, 0
         self._sums: list[int] = []
-
-    def copy_old(self, old: OldImages, copied: Callable[[int], None]) -> None:
-        """Verify the images of an old file, and write them before all others."""
-        num_chunks = old.num_bytes // CHUNK_BYTES if old.data.dataset.chunks == (CHUNK_BYTES,) else 0
-        old.data.copy_chunks(num_chunks, self._new.part, self._new.offset(self._name), copied)
-        self.num_bytes, self._sums = num_chunks * CHUNK_BYTES, old.data.checksums[:num_chunks].tolist()
-        self.put(old.data.values(num_chunks).tobytes())
 
     def put(self, data: bytes) -> None:
         self._new.write_bytes(self._name, self.num_bytes, data)

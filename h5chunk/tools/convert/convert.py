@@ -12,11 +12,12 @@ from h5chunk.errors import OptionError
 from h5chunk.paths import takes_paths
 from h5chunk.source import OpenContext
 from h5chunk.sources.matrix.block import SparseSource
-from h5chunk.sources.open import choose_options, find_kind
+from h5chunk.sources.open import choose_options, describe, find_kind
 from h5chunk.sources.recognise import is_path
 from h5chunk.store.write.journal import has_command_id
 from h5chunk.store.write.output import check_folder
 from h5chunk.store.write.part_file import check_not_source, check_output, parse_output
+from h5chunk.tools.convert.like import Like
 from h5chunk.tools.convert.matrix import convert_matrix, explain_memory_error
 from h5chunk.tools.convert.options import MatrixOptions, SampleOptions
 from h5chunk.tools.convert.report import ConvertReport, MatrixReport
@@ -121,7 +122,8 @@ def convert(
             notify(f"{os.fspath(tuned)}: convert does not use {', '.join(unused)}, which only repack uses")
     if client is not None:  # workers may run in other folders
         source = _absolute(source)
-    opened, path, write_options, source_options = _open(source, output, format, overwrite, options, progress)
+    like = Like.of(options["like"]) if options.get("like") is not None else None
+    opened, path, write_options, source_options = _open(source, output, format, overwrite, options, progress, like)
     if client is not None and not write_options.is_sharded:
         raise OptionError("client (--dask) requires shards, because each task writes one: add shards (--shards N)")
     if isinstance(write_options, MatrixOptions):
@@ -137,6 +139,8 @@ def convert(
             client=client,
         )
     job = prepare(opened, path, write_options)
+    if like is not None:
+        job = like.fit(job, describe(source), new_classes=write_options.new_classes)
     files = split_job(job, write_options)
     run = SampleRun(job, files, overwrite, dry_run, progress, notify, started, client=client)
     return run.report(opened.notes)
@@ -155,6 +159,7 @@ def _open(
     overwrite: bool,
     options: dict[str, Any],
     progress: Progress | None,
+    like: Like | None,
 ) -> tuple[Any, Path, SampleOptions | MatrixOptions, dict[str, Any]]:
     """Validate the options and the output path, and open the source.
 
@@ -162,6 +167,8 @@ def _open(
     defaults.
     """
     kind = find_kind(source, format)
+    if like is not None:
+        options = {"chunk_samples": like.chunk_samples, **like.options_for(kind, options)}
     groups = (MatrixOptions, SampleOptions) if issubclass(kind, SparseSource) else (SampleOptions, MatrixOptions)
     source_options, write_options = choose_options(kind, source, options, (kind.Options, groups[0]), groups[1])
     is_folder = write_options.is_sharded
@@ -171,6 +178,8 @@ def _open(
     if isinstance(write_options, SampleOptions):
         context = replace(open_context(write_options, path, progress), is_guessed=format is None)
         opened = kind.open(source, source_options, context)
+        if like is not None:  # their dtypes and codes change, so they must be known before samples are read
+            opened.read_columns()
     else:
         with explain_memory_error(write_options.memory_bytes):
             context = OpenContext(

@@ -1,4 +1,4 @@
-"""Options of `h5chunk.convert` and `h5chunk.append`, except those for reading a kind of source."""
+"""Options of `h5chunk.convert`, except those for reading a kind of source."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from h5chunk.errors import OptionError
-from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES, MATRICES, MatrixSourceOptions
+from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES, MATRICES
 from h5chunk.sources.kinds import KIND_OPTIONS as KIND_OPTIONS
 from h5chunk.sources.options import Options, option
 
@@ -28,23 +28,16 @@ DUPLICATES = {  # ways to combine duplicates, with their descriptions in reports
     "mean": "averaged",
 }
 IN_ORDER = ("last", "first")  # ways to combine duplicates that depend on the order of the entries
-SAMPLE_KINDS = [kind for kind, group in KIND_OPTIONS.items() if not issubclass(group, MatrixSourceOptions)]
 
 
 @dataclass(frozen=True)
-class OrderOptions(Options):
-    """Options for the order of the samples."""
+class WriteOptions(Options):
+    """Options for writing a file of any kind."""
 
     heading: ClassVar[str] = "Layout"
 
     seed: int = option(0, "Random seed for shuffling the samples.", minimum=0, maximum=(1 << 64) - 1)
     shuffle: bool = option(True, "Keep the order of SOURCE.")
-
-
-@dataclass(frozen=True)
-class WriteOptions(OrderOptions):
-    """Options for writing a file of any kind."""
-
     chunk_samples: int | None = option(
         None, "Number of samples per HDF5 chunk.", minimum=1, metavar="N|auto", shown_default="auto"
     )
@@ -65,8 +58,8 @@ class NewOptions(WriteOptions):
 
 
 @dataclass(frozen=True)
-class ReadOptions(Options):
-    """Options for reading samples."""
+class SampleOptions(NewOptions):
+    """Options for converting samples: images, arrays or tables."""
 
     heading: ClassVar[str] = "Samples"
     noun: ClassVar[str] = "images and other samples"
@@ -92,17 +85,20 @@ class ReadOptions(Options):
         shown_default="1GiB",
     )
 
-
-@dataclass(frozen=True)
-class SampleOptions(ReadOptions, NewOptions):
-    """Options for converting samples: images, arrays or tables."""
-
     shard_bytes: int | None = option(
         None, "Make OUTPUT a folder of files of at most this size, such as 1GiB.", minimum=1, unit="bytes"
     )
     split_files: bool = option(
         False, "Make OUTPUT a folder with one file per split (train.h5, val.h5, ...). All files have the same classes."
     )
+    like: str | os.PathLike[str] | None = option(
+        None,
+        "Make OUTPUT one more file of the data set FILE, an earlier output of convert: with its fields, types, "
+        "classes, chunks and options for images.",
+        metavar="FILE",
+        is_path=True,
+    )
+    new_classes: bool = option(False, "With --like: add classes that FILE lacks after its classes.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,6 +106,10 @@ class SampleOptions(ReadOptions, NewOptions):
         if len(names) > 1:
             values = " and ".join(f"{name} is {getattr(self, name)}" for name in names)
             raise OptionError(f"{values}: use only one of them")
+        if self.new_classes and self.like is None:
+            raise OptionError(
+                "new_classes (--new-classes) requires like (--like): name the file whose classes keep their labels"
+            )
 
     @property
     def is_sharded(self) -> bool:
@@ -119,13 +119,6 @@ class SampleOptions(ReadOptions, NewOptions):
     def recorded(self) -> dict[str, Any]:
         """Return the options to record in the file, besides those for the order of the samples."""
         return {"split_files": True} if self.split_files else {}
-
-
-@dataclass(frozen=True)
-class AppendOptions(ReadOptions, OrderOptions):
-    """Options of `append`, except those for reading the source."""
-
-    new_classes: bool = option(False, "Add new classes after those of FILE. Old labels do not change.")
 
 
 @dataclass(frozen=True)
@@ -253,7 +246,3 @@ class MatrixOptions(NewOptions):
 def convert_options() -> list[type[Options]]:
     groups = [*KIND_OPTIONS.values(), SampleOptions, MatrixOptions]
     return sorted(groups, key=lambda group: group.heading == MATRICES)
-
-
-def append_options() -> list[type[Options]]:
-    return [*(KIND_OPTIONS[kind] for kind in SAMPLE_KINDS), AppendOptions]

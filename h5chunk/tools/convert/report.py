@@ -1,4 +1,4 @@
-"""Reports of `h5chunk.convert` and `h5chunk.append`, and of their dry runs."""
+"""Reports of `h5chunk.convert`, and of its dry runs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ MODES |= {f"{mode} mask": f"{name} mask" for mode, name in MODES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertReport(Report):
-    """Report on converted or appended samples. For a dry run, it predicts the outcome."""
+    """Report on converted samples. For a dry run, it predicts the outcome."""
 
     path: str
     source_kind: str
     dry_run: bool
-    num_added: int  # samples from the source
     num_samples: int  # samples in the file, or in all shards
     num_bytes: int  # size of the file, or of all shards
     seconds: float  # duration of the whole call; estimated if dry_run
@@ -41,7 +40,6 @@ class ConvertReport(Report):
     layout: Layout
     chunk_cache: ChunkCacheInfo  # the cache of the main field, for readers with h5py; of the first file of several
     class_names: list[str]
-    new_classes: list[str]  # classes that append added
     counts: dict[str, int]  # numbers of images by original mode, such as RGB or L, and by conversion, such as resized
     skipped: list[tuple[str, str]]  # names of unusable samples, with the reasons
     skipped_list: str | None  # path of the .csv file that lists ``skipped``
@@ -75,7 +73,6 @@ class ConvertReport(Report):
             *rows("advice:", self.recommendation),
             *rows("originals", ", ".join(f"{count:,} {MODES.get(mode, mode)}" for mode, count in self.counts.items())),
             *rows("classes", list_some(self.class_names) if self.class_names else ""),
-            *rows("new class", self.new_classes),
             *rows("ignored", self.ignored),
             *rows("skipped", skipped),
             *rows("note:", self.notes),
@@ -88,13 +85,11 @@ class ConvertReport(Report):
 
     def _head(self) -> str:
         noun = "image" if self.source_kind == "images" else "sample"
-        samples = count_text(self.num_added, noun)
-        if self.num_added < self.num_samples:
-            samples += f" {'to add' if self.dry_run else 'added'}, {self.num_samples:,} in total"
-        elif self.sample_shape:
+        samples = count_text(self.num_samples, noun)
+        if self.sample_shape:
             samples += f" of {shape_text(self.sample_shape)}"
         samples += f" ({self.source_kind})" if noun == "sample" else ""
-        size, rate = human_bytes(self.num_bytes), f"{self.num_added / self.seconds:,.0f} {noun}s/s"
+        size, rate = human_bytes(self.num_bytes), f"{self.num_samples / self.seconds:,.0f} {noun}s/s"
         if self.free_bytes is not None:
             size += f" needed, {human_bytes(self.free_bytes)} free"
             rate = f"about {self.seconds:.0f} s with {count_text(self.num_workers or 0, 'worker')}"

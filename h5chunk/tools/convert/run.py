@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from h5chunk.store.hdf5.open import opened
 from h5chunk.store.write.fill import Filled, TaskResult, parse_record
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.new_file import NewFile
-from h5chunk.store.write.old_file import OldFile
 from h5chunk.store.write.output import NewFolder, check_folder
 from h5chunk.store.write.part_file import check_free_space, check_output
 from h5chunk.store.write.samples import SampleJob, write_samples
@@ -49,7 +48,7 @@ Notify = Callable[[str], None]
 
 @dataclass
 class SampleRun:
-    """Convert or append samples: write one or several files, unless they are already complete, and return a report."""
+    """Convert samples: write one or several files, unless they are already complete, and return a report."""
 
     job: SampleJob
     shards: list[SampleJob]  # jobs of the files of an output folder; empty for a single file
@@ -58,16 +57,15 @@ class SampleRun:
     progress: Progress | None
     notify: Notify | None
     started: float  # time of `time.perf_counter` at the start of the command
-    old: OldFile | None = None  # the file to append to, which the output replaces
     complete: bool = False  # whether the same command has already made the output
     client: Any = None  # the Dask cluster that writes the shards: see `h5chunk.tools.cluster.connected`
 
-    def report(self, notes: Sequence[str], new_classes: Sequence[str] = ()) -> ConvertReport:
+    def report(self, notes: Sequence[str]) -> ConvertReport:
         """Write the output, unless it is complete or this is a dry run, and return the report."""
         files, filled = self._result()
         job, dry_run = self.job, self.dry_run and not self.complete
         skipped = [(job.name(failure.row), failure.reason) for failure in filled.failures]
-        if self.overwrite and self.old is None and not self.dry_run and not skipped:
+        if self.overwrite and not self.dry_run and not skipped:
             skipped_path(job.path).unlink(missing_ok=True)  # lists the samples that the replaced file lacks
         form = job.source.fields[job.any_size].form if job.any_size else ""
         kinds = {name: (() if field.form else field.shape, field.dtype) for name, field in job.fields.items()}
@@ -75,13 +73,12 @@ class SampleRun:
         layout = folder_layout(files) if self.shards else files[0].layout
         free_bytes = shutil.disk_usage(job.path.absolute().parent).free if dry_run else None
         forms = []
-        if free_bytes is not None and job.any_size and self.old is None:
+        if free_bytes is not None and job.any_size:
             forms = compare_forms(job, free_bytes)
         return ConvertReport(
             path=str(job.path),
             source_kind=job.source.kind,
             dry_run=self.dry_run,
-            num_added=sum(len(file.order) for file in files),
             num_samples=layout.num_samples,
             num_bytes=sum(file.spec().num_bytes if dry_run else size_of(file.path) for file in files),
             seconds=estimate_s(job) if dry_run else time.perf_counter() - self.started,
@@ -97,10 +94,9 @@ class SampleRun:
             layout=layout,
             chunk_cache=_describe_cache(files[0], () if form else next(iter(kinds.values()))[0] or (1,)),
             class_names=list(job.categories.get("labels", ())),
-            new_classes=list(new_classes),
             counts=dict(sorted(filled.notes.most_common(), key=lambda note: note[0] in APPLIED)),
             skipped=skipped,
-            skipped_list=None if self.dry_run else save_skipped(job.path, skipped, append=self.old is not None),
+            skipped_list=None if self.dry_run else save_skipped(job.path, skipped),
             ignored=list(job.source.ignored),
             notes=[*notes, *self._grey_note(filled.notes)],
             already_complete=self.complete,
@@ -109,7 +105,7 @@ class SampleRun:
     def _grey_note(self, counts: Mapping[str, int]) -> list[str]:
         """Return a note if all images are grey, but stored in colour, according to the ``counts`` of their modes."""
         modes = {mode for mode in counts if mode not in APPLIED and not mode.endswith(" mask")}
-        if self.old is not None or not modes or not modes <= GREY or self.job.source.options.get("color") != "rgb":
+        if not modes or not modes <= GREY or self.job.source.options.get("color") != "rgb":
             return []
         return ["all images are grey, but have three equal channels: --color gray needs a third of the space"]
 
@@ -132,18 +128,15 @@ class SampleRun:
 
     def _write(self, files: list[SampleJob]) -> tuple[list[SampleJob], Filled]:
         """Write the files, and move the complete output to its path. Earlier work is continued."""
-        job, old, all_filled, kept = self.job, self.old, Filled(), []
+        job, all_filled, kept = self.job, Filled(), []
         output = (NewFolder if self.shards else NewFile)(job.path, self.overwrite)
         with self._explain_interruption(output), output:
-            if old is not None:
-                old.check_unchanged()  # another process may have changed it before this one got the lock
-            output.open_journal(job_key(job, len(files), old))
+            output.open_journal(job_key(job, len(files)))
             log = _TaskLog(output.journal, files, self.progress, self._notify)
             if self.shards and not (self.client and in_store()):
                 taken = sum(file.stat().st_blocks * 512 for file in output.part.iterdir())
                 check_free_space(job.path, sum(file.spec().num_bytes for file in files) - taken)
-            copied, first_row = count_up("copy", job.copied_bytes, self.progress), 0
-            writing = log.write_here(output, copied)
+            first_row, writing = 0, log.write_here(output)
             if self.client is not None:
                 writing = log.write_on(self.client, output.part)
             for _, written, filled in sorted(writing, key=lambda file: file[0]):
@@ -154,25 +147,18 @@ class SampleRun:
                 first_row += len(files[len(kept) - 1].order)
             log.finish()
             output.command_id = command_id(job, len(files), all_filled.stamp)
-            if old is not None:
-                output.part.chmod(old.mode)
-                old.check_unchanged()
             output.commit()
         return kept, all_filled
 
     def _read_back(self, files: list[SampleJob]) -> tuple[list[SampleJob], Filled]:
         """Return the jobs of the files of a complete output, and its skipped samples. Counts of notes are unknown."""
-        job, old = self.job, self.job.old
-        if old.num_samples:
-            last = old.options["appended"][-1]
-            kept = old.source_index[old.num_samples - last["samples"] :] - last["first_index"]
-            written = [replace(job, order=kept, layout=replace(job.layout, num_samples=old.num_samples))]
-        else:
-            written = []
-            for file_job in files:
-                with opened(file_job.path) as file:
-                    written.append(file_job.with_order(file[f"{GROUP}/source_index"][()]))
-        return written, Filled(failures=find_skipped(job, np.concatenate([file_job.order for file_job in written])))
+        written = []
+        for file_job in files:
+            with opened(file_job.path) as file:
+                written.append(file_job.with_order(file[f"{GROUP}/source_index"][()]))
+        return written, Filled(
+            failures=find_skipped(self.job, np.concatenate([file_job.order for file_job in written]))
+        )
 
     def _notify(self, line: str) -> None:
         if self.notify is not None:
@@ -235,15 +221,13 @@ class _TaskLog:
         num_samples, size = len(self._jobs[number].order), self._jobs[number].layout.chunk_samples
         return max(0, min(done.chunks.stop * size, num_samples) - done.chunks.start * size)
 
-    def write_here(
-        self, output: NewFile | NewFolder, copied: Callable[[int], None]
-    ) -> Iterator[tuple[int, SampleJob, Filled]]:
+    def write_here(self, output: NewFile | NewFolder) -> Iterator[tuple[int, SampleJob, Filled]]:
         """Write all files, except chunks that the journal records and that are unchanged.
 
         Yields (number, job, outcome) for each file. Skipped samples are removed from the yielded job.
         """
         for number, job in enumerate(self._jobs):
-            options: dict[str, Any] = {"claims": self._claims[number], "written": self._written, "copied": copied}
+            options: dict[str, Any] = {"claims": self._claims[number], "written": self._written}
             with _file_of(output, job.path.name) as new:
                 written = write_samples(new, job, finished=partial(self._finished, number), **options)
             if isinstance(output, NewFolder):
@@ -284,25 +268,17 @@ def skipped_path(output: Path) -> Path:
     return output.with_name(output.name + ".skipped.csv")
 
 
-def save_skipped(output: Path, skipped: Sequence[tuple[str, str]], *, append: bool = False) -> str | None:
-    """Write the names and reasons of skipped samples to a .csv beside the output; return its path, or None.
-
-    With ``append``, the rows are added to an earlier list, unless the list already ends with them.
-    """
-    target, rows = skipped_path(output), [list(row) for row in skipped]
-    if not rows:
+def save_skipped(output: Path, skipped: Sequence[tuple[str, str]]) -> str | None:
+    """Write the names and reasons of skipped samples to a .csv beside the output; return its path, or None."""
+    target = skipped_path(output)
+    if not skipped:
         return None
     try:
-        before = []
-        if append and target.exists():
-            with target.open(newline="", encoding="utf-8", errors="replace") as file:
-                before = list(csv.reader(file))
-        if before[-len(rows) :] != rows:
-            with target.open("a" if before else "w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows(rows if before else [["path", "reason"], *rows])
+        with target.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([["path", "reason"], *skipped])
     except OSError as error:
         raise OutputError(
-            f"{printable(target)}: the list of {count_text(len(rows), 'skipped sample')} cannot be written "
+            f"{printable(target)}: the list of {count_text(len(skipped), 'skipped sample')} cannot be written "
             f"({error.strerror}), but "
             f"{printable(output)} is complete"
         ) from None

@@ -26,14 +26,12 @@ from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.plan.permutation import permutation
 from h5chunk.source import OpenContext, SampleField, SampleSource
 from h5chunk.sources.samples import PADDING
-from h5chunk.store.format.header import checksums_of
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES
 from h5chunk.store.read.files import shard_name
 from h5chunk.store.write.fill import Failure, stamp_of_samples
 from h5chunk.store.write.journal import has_command_id, is_made_by, key_of
-from h5chunk.store.write.old_file import OldFile
 from h5chunk.store.write.samples import SampleJob
-from h5chunk.tools.convert.options import MAX_SHARDS, ReadOptions, SampleOptions
+from h5chunk.tools.convert.options import MAX_SHARDS, SampleOptions
 from h5chunk.tools.progress import Progress
 
 PROBES = 24  # samples read to estimate the time
@@ -44,7 +42,7 @@ DTYPE_KINDS = "iufS"  # kinds of NumPy dtypes that a field may have: integers, f
 KEY_FACTS = {"h5chunk": h5chunk.__version__, "journal": 2}  # part of the key of every journal
 
 
-def open_context(options: ReadOptions, path: Path, progress: Progress | None) -> OpenContext:
+def open_context(options: SampleOptions, path: Path, progress: Progress | None) -> OpenContext:
     """Return the context for opening a source of samples, which are written to ``path``."""
     report = progress or (lambda stage, done, total: None)
     return OpenContext(
@@ -221,7 +219,7 @@ def _num_shards(job: SampleJob, layout: Layout, shard_bytes: int) -> int:
 # ---- recognising earlier work
 
 
-def job_key(job: SampleJob, num_files: int, old: OldFile | None = None) -> str | None:
+def job_key(job: SampleJob, num_files: int) -> str | None:
     """Return a hash of everything that determines the bytes of new chunks, except the samples.
 
     Returns None if the source has no identity, so that earlier work cannot be reused.
@@ -233,11 +231,7 @@ def job_key(job: SampleJob, num_files: int, old: OldFile | None = None) -> str |
     fields = [(name, field.form or field.shape, str(field.dtype)) for name, field in job.fields.items()]
     written = {"fields": fields, "chunk_samples": job.layout.chunk_samples, "files": num_files}
     written |= {name: job.options[name] for name in ("seed", "shuffle", "split_files") if name in job.options}
-    key = key_of({**KEY_FACTS, "kind": job.source.kind, **facts, **written}, blobs)
-    if old is None:
-        return key
-    was = {"num_samples": old.header.num_samples, "chunk_samples": old.header.chunk_samples}
-    return key_of({"append": was, "checksums": checksums_of(old.file), "source": key})
+    return key_of({**KEY_FACTS, "kind": job.source.kind, **facts, **written}, blobs)
 
 
 def command_id(job: SampleJob, num_files: int, stamp: int) -> str | None:
@@ -248,9 +242,8 @@ def command_id(job: SampleJob, num_files: int, stamp: int) -> str | None:
     key = job_key(job, num_files)
     if key is None:
         return None
-    columns, categories = job.source.columns, job.source.categories
+    columns, categories = job.columns, job.categories
     facts = {"key": key, "options": dict(job.options), "skip": job.skip, "stamp": stamp}
-    facts["append"] = job.old.num_samples > 0
     facts |= {"categories": dict(categories), "columns": {name: str(columns[name].dtype) for name in columns}}
     return key_of(facts, (values.tobytes() for values in columns.values()))
 
