@@ -420,9 +420,15 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             self.__dict__.pop("_sample_reader", None)
 
     def close(self) -> None:
-        """Close the file in this process; the next read opens it again."""
+        """Close the file in this process; the next read opens it again. The end of a ``with`` block does so, too."""
         self._reader.close()
         self.__dict__.pop("_sample_reader", None)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):

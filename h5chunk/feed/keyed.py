@@ -19,6 +19,7 @@ from h5chunk.store.hdf5.attributes import join_columns
 from h5chunk.store.hdf5.keyed_index import FieldIndex, KeyedIndex
 from h5chunk.store.hdf5.keyed_list import open_index
 from h5chunk.store.hdf5.patterns import parse_samples
+from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.files import Paths, list_local_files
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.keyed import KeyedReader
@@ -61,6 +62,8 @@ class Keyed(ChunkDataset):
         means that no sample may lack it.
     transform, trusted, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
+    checksums : {"off"}
+        The samples are not compared with checksums.
     progress : callable, optional
         Called as ``progress("index", done, total)``, in samples, while the index is built. Default: print a line to
         standard error, if that is a terminal.
@@ -82,6 +85,7 @@ class Keyed(ChunkDataset):
         attributes: Sequence[str] | Mapping[str, Any] = (),
         transform: Any = None,
         trusted: bool = False,
+        checksums: str = OFF,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -98,6 +102,11 @@ class Keyed(ChunkDataset):
             raise OptionError(
                 f"attributes has {taken[0]!r}, which is also the name of a field: rename the field by passing a "
                 "mapping as pattern"
+            )
+        if checksums != OFF:
+            raise OptionError(
+                f"checksums is {checksums!r}, but samples that are datasets have no checksums: leave checksums out, or "
+                "copy them into one dataset, with checksums, by h5chunk convert --samples"
             )
         files = list_local_files(path, remote_options(cache_dir, cache_bytes, storage_options), "Keyed")
         report = partial(progress or _Line(), "index")

@@ -28,7 +28,6 @@ from h5chunk.store.read.volumes import (
     POSITION,
     PatchReader,
     VolumeField,
-    VolumeFiles,
     open_volume_files,
     open_volumes,
     probe_volumes,
@@ -146,7 +145,8 @@ class Patches(ChunkDataset):
         leading = {name: partial(_leading, name, channels, len(size)) for name in (*fields, WEIGHTS)}
         opened_as = {**fields, **weigher}, size, leading, trusted
         if not trusted:
-            try_files(files, lambda file: probe_volumes([file], *opened_as), repr((fields, weigher, size, channels)))
+            made_for = repr((fields, weigher, size, channels, checksums))
+            try_files(files, lambda file: probe_volumes(checksums, [file], *opened_as), made_for)
         found, names = open_volumes(files, *opened_as)
         weighed_field = found.pop(WEIGHTS, None)
         padded = {name: _with_halo(each, halos[name], padding) for name, each in found.items()}
@@ -163,7 +163,7 @@ class Patches(ChunkDataset):
         if weighed_field is None:
             plan = place()
         else:
-            weighing = VolumeFiles(opened.readers, [*padded.values(), weighed_field])
+            weighing = open_volume_files(files, {**padded, WEIGHTS: weighed_field}, trusted, checksums)
             plan = place(partial(read_weights, weighing, weighed_field, weighed), float(share))
             weighing.close()
             if plan.unweighted:

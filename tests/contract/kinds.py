@@ -96,7 +96,7 @@ class Kind:
 
 
 NO_CHECKSUMS = Empty("files of others have no checksums", "no checksums.*h5chunk repack|leave .*checksums")
-NO_ARGUMENT = Empty("there is no such argument", "unexpected keyword argument 'checksums'", TypeError)
+NO_DATASET = Empty("each sample is a dataset", "samples that are datasets have no checksums.*leave checksums out")
 FOREIGN = {"checksums": NO_CHECKSUMS}
 BY_HDF5 = {**FOREIGN, "direct": Empty("HDF5 reads it", "cannot be read directly.*reader=")}
 
@@ -308,9 +308,8 @@ class EachDataset(Kind):
     layout: Mapping[str, Any] = {}
     empty: Mapping[str, Empty] = {
         **NO_URLS,
-        "checksums": NO_ARGUMENT,
+        "checksums": NO_DATASET,
         **NO_STATISTICS,
-        "sample_number": Empty("all fields are in the file", "use a path with one \\*"),
     }
 
     def fill(self, file: h5py.File, random: np.random.Generator) -> None:
@@ -339,8 +338,7 @@ class Episodes(Kind):
     empty: Mapping[str, Empty] = {
         **NO_URLS,
         **FOREIGN,
-        "values": Empty("a window has several values", "compute weights from dataset.episodes"),
-        "sample_number": Empty("all fields are in the file", "name the fields to read|each path needs exactly one"),
+        "values": Empty("a frame has several values", "name a field with one value per sample"),
     }
 
     def write(self, folder: Path, seed: int) -> list[Path]:
@@ -405,10 +403,9 @@ class Volumes(Kind):
     is_tiled = False
     empty: Mapping[str, Empty] = {
         **NO_URLS,
-        "checksums": NO_ARGUMENT,
+        **FOREIGN,
         **NO_STATISTICS,
         "values": Empty("a patch has many values", "pass weights= to Patches"),
-        "sample_number": Empty("all fields are in the file", "only some of the fields have the volume"),
     }
 
     def fill(self, file: h5py.File, random: np.random.Generator) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader
 
 import h5chunk
+from h5chunk.errors import FileError, OptionError
 from h5chunk.plan.patches import chunk_cost
 from h5chunk.transforms import Normalize
 
@@ -532,3 +533,31 @@ def test_channels_are_normalised_where_they_are_and_have_no_stored_statistics(tm
     np.testing.assert_allclose(found, (plain - (0.5, 2.0)) / (0.5, 4.0), rtol=1e-5, atol=1e-6)
     with pytest.raises(h5chunk.FieldError, match=r"has channels.*compute their mean and standard deviation"):
         patches.statistics("raw")
+
+
+@pytest.mark.parametrize("codec", ["none", "gzip"])
+@pytest.mark.parametrize("reader", ["auto", "h5py"])
+def test_patches_are_compared_with_checksums(tmp_path: Path, codec: str, reader: str) -> None:
+    images, path = np.random.default_rng(0).integers(0, 255, (24, 12, 12), np.uint8), tmp_path / "a.h5"
+    h5chunk.convert({"images": images}, tmp_path / "plain.h5", chunk_samples=4)
+    h5chunk.repack(tmp_path / "plain.h5", path, chunk_samples=4, **({} if codec == "none" else {"compression": codec}))
+    with h5py.File(path) as file:
+        stored, chunk = file["images"][()], file["images"].id.get_chunk_info(0)
+    for checksums in ("first", "always"):
+        patches = h5chunk.Patches(path, {"x": "images"}, (6, 6, 6), positions=True, checksums=checksums)
+        for batch, positions in h5chunk.ChunkLoader(patches, 4, reader=reader):
+            for patch, (_, z, y, x) in zip(batch.numpy(), positions.tolist(), strict=True):
+                np.testing.assert_array_equal(patch, stored[z : z + 6, y : y + 6, x : x + 6])
+    content = bytearray(path.read_bytes())
+    content[chunk.byte_offset + chunk.size - 1] ^= 1
+    path.write_bytes(content)
+    patches = h5chunk.Patches(path, {"x": "images"}, (6, 6, 6), checksums="first", per_volume=64)
+    with pytest.raises(FileError, match="does not match its checksum"):
+        list(h5chunk.ChunkLoader(patches, 4, reader=reader))
+
+
+def test_patches_of_a_file_without_checksums(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.zeros((9, 9), np.uint8)
+    with pytest.raises(OptionError, match="has no checksums of 'x'"):
+        h5chunk.Patches(tmp_path / "a.h5", {"x": "x"}, (3, 3), checksums="first")

@@ -17,7 +17,7 @@ from h5chunk.native import available, copy_boxes
 from h5chunk.store.hdf5.chunk_table import NotDirect, check_bytes, list_chunks
 from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.ranges import MAX_VECTORS, PART_BYTES, ReadTask, VectorTask, read_jobs, vector_tasks
-from h5chunk.store.read.checksums import NO_SUMS
+from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 from h5chunk.store.read.direct import KEPT_BYTES, ByteReader, DecodedChunks
 
 GAP_BYTES = 4 << 10  # smaller gaps between two rows are read, because skipping them would need another system call
@@ -46,12 +46,14 @@ class Parts(NamedTuple):
 class VolumeBytes:
     """The chunks of one dataset of a volume. A contiguous dataset is divided into blocks instead."""
 
-    def __init__(self, path: Path, name: str, file: int, dataset: h5py.Dataset, field: Any) -> None:
+    def __init__(
+        self, path: Path, name: str, file: int, dataset: h5py.Dataset, field: Any, sums: Sums = NO_SUMS
+    ) -> None:
         check_bytes(dataset, field.dtype)
         self.file, self.shape, self.dtype = file, dataset.shape, dataset.dtype.newbyteorder("=")
         self.decoded: DecodedChunks | None = None
         if dataset.id.get_create_plist().get_nfilters():
-            self.decoded = DecodedChunks(path, name, dataset, NO_SUMS, None, KEPT_BYTES)
+            self.decoded = DecodedChunks(path, name, dataset, sums, None, KEPT_BYTES)
             table = self.decoded.table
         else:
             table = list_chunks(dataset)
@@ -59,8 +61,10 @@ class VolumeBytes:
                 raise NotDirect("parts of it were never written")
             if (table.sizes != math.prod(table.chunk_shape) * self.dtype.itemsize).any():
                 raise NotDirect("the size of its chunks does not follow from their type and shape")
+        self._checks = ChunkChecks(path, name, table, sums[name]) if name in sums and self.decoded is None else None
+        self._is_chunked = dataset.chunks is not None
         self.chunk, self._offsets = np.array(table.chunk_shape), table.offsets
-        if dataset.chunks is None:
+        if not self._is_chunked:
             self._divide(int(table.offsets[0]))
         self.grid = -(-np.array(self.shape) // self.chunk)
         self.chunk_bytes = int(self.chunk.prod()) * self.dtype.itemsize
@@ -76,6 +80,11 @@ class VolumeBytes:
         grid = -(-np.array(self.shape) // self.chunk)
         firsts = np.stack(np.unravel_index(np.arange(grid.prod()), tuple(grid)), axis=1) * self.chunk
         self._offsets = offset + firsts @ steps
+
+    def check(self, descriptor: int, chunks: np.ndarray) -> None:
+        """Compare chunks without filters with their checksums. A contiguous dataset has one checksum."""
+        if self._checks is not None:
+            self._checks.check(descriptor, np.unique(chunks) if self._is_chunked else np.zeros(1, np.int64))
 
     def parts(self, patches: np.ndarray, low: np.ndarray, high: np.ndarray) -> Parts:
         """Return the parts of boxes in each chunk. Boxes extend from ``low`` to ``high``, (n, axes) each."""
@@ -274,6 +283,7 @@ class BoxTask:
         volume, target = self._volume, self._target
         several = hasattr(opened, "descriptor_of")
         descriptor = opened.descriptor_of(volume.file) if several else opened
+        volume.check(descriptor, self._parts.chunks)
         for chunk, table in self._parts.by_chunk():
             if volume.decoded is None:
                 volume.read_parts(descriptor, chunk, table, target, self._local)

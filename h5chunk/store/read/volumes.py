@@ -18,11 +18,12 @@ import numpy as np
 from h5chunk.errors import FieldError, OptionError, printable, shown
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.patches import RandomPatches, Tiles
-from h5chunk.store.hdf5.chunk_table import NotDirect, check_chunks
+from h5chunk.store.hdf5.chunk_table import NotDirect, check_chunks, list_chunks
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import open_file, opened, translate_errors
+from h5chunk.store.hdf5.open import descriptor_of, open_file, opened, translate_errors
 from h5chunk.store.hdf5.patterns import Pattern, find_matches, parse
 from h5chunk.store.read.boxes import PatchBytes, VolumeBytes, pad
+from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.fields import Field, describe_field
@@ -70,10 +71,13 @@ class VolumeField:
 
 
 class VolumeFiles:
-    """The files of volumes, which each process opens at its first read through HDF5."""
+    """The files of volumes, which each process opens at its first read through HDF5.
 
-    def __init__(self, readers: Sequence[Source], fields: Collection[VolumeField]) -> None:
-        self.readers, self._fields = tuple(readers), tuple(fields)
+    ``sums`` has the checksums of the datasets in each file, by their path.
+    """
+
+    def __init__(self, readers: Sequence[Source], fields: Collection[VolumeField], sums: Sequence[Sums]) -> None:
+        self.readers, self._fields, self._sums = tuple(readers), tuple(fields), tuple(sums)
         self._opened: tuple[int, dict[int, h5py.File]] = 0, {}  # the process, and the files by their index
 
     def read_box(self, number: int, dataset: str, box: Sequence[slice]) -> np.ndarray:
@@ -88,8 +92,18 @@ class VolumeFiles:
                 for each in self._fields:
                     for name in (name for of, name in each.datasets if of == number):
                         check_chunks(files[number][name])
-            values: np.ndarray = files[number][dataset][tuple(box)]
+            item = files[number][dataset]
+            for sums in self.sums_of(number, dataset).values():
+                steps = item.chunks or item.shape
+                checks = ChunkChecks(path, dataset, list_chunks(item), sums)
+                checks.check(descriptor_of(files[number]), _chunks_of_box(item.shape, steps, box))
+            values: np.ndarray = item[tuple(box)]
             return values
+
+    def sums_of(self, number: int, dataset: str, name: str = "") -> Sums:
+        """Return the checksums of a dataset, by a name for it, or nothing if none are compared."""
+        found = self._sums[number].get(dataset)
+        return {} if found is None else {name or dataset: found}
 
     def close(self) -> None:
         """Close the files in this process."""
@@ -99,6 +113,13 @@ class VolumeFiles:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": (0, {})}
+
+
+def _chunks_of_box(shape: Sequence[int], steps: Sequence[int], box: Sequence[slice]) -> np.ndarray:
+    """Return the numbers of the chunks that contain a box of a dataset, in C order of the grid of chunks."""
+    axes = [np.arange(part.start // step, -(-part.stop // step)) for part, step in zip(box, steps, strict=True)]
+    grid = tuple(-(-size // step) for size, step in zip(shape, steps, strict=True))
+    return np.ravel_multi_index(np.ix_(*axes), grid).reshape(-1)
 
 
 class PatchReader(Source):
@@ -214,8 +235,9 @@ class PatchReader(Source):
                 reader.check_unchanged()
                 for name, each in self.volume_fields.items():
                     try:
-                        own = [dataset for where, dataset in each.datasets if where == number]
-                        volumes[name] += [VolumeBytes(reader.path, name, number, file[path], each) for path in own]
+                        for path in (dataset for where, dataset in each.datasets if where == number):
+                            sums = self.files.sums_of(number, path, name)
+                            volumes[name].append(VolumeBytes(reader.path, name, number, file[path], each, sums))
                     except NotDirect as error:
                         why.setdefault(name, f"{printable(reader.path)}: {error}")
         return {name: PatchBytes(self, name, own) for name, own in volumes.items() if name not in why}, why
@@ -249,12 +271,21 @@ class PatchReader(Source):
 def open_volume_files(
     files: Sequence[Path], fields: Mapping[str, VolumeField], trusted: bool, checksums: str
 ) -> VolumeFiles:
-    """Return the files of volumes, of which each has a reader of one dataset."""
-    readers = [
-        H5Reader(file, _some_field(fields, number), trusted=trusted, checksums=checksums)
-        for number, file in enumerate(files)
-    ]
-    return VolumeFiles(readers, fields.values())
+    """Return the files of volumes, of which each has a reader of one dataset.
+
+    Raises OptionError if a file has no checksums that are to be compared.
+    """
+    readers, sums = [], []
+    for number, path in enumerate(files):
+        readers.append(H5Reader(path, _some_field(fields, number), trusted=trusted, checksums=checksums))
+        described = {}
+        for each in fields.values():
+            for (of, dataset), grid in zip(each.datasets, each.grids, strict=True):
+                if of == number:
+                    described[dataset] = Field(dataset, dataset, grid, each.dtype)
+        with opened(path) as file:
+            sums.append(read_sums(file, path, described, readers[-1].header, checksums))
+    return VolumeFiles(readers, fields.values(), sums)
 
 
 def _some_field(fields: Mapping[str, VolumeField], number: int) -> dict[str, str]:
@@ -263,9 +294,11 @@ def _some_field(fields: Mapping[str, VolumeField], number: int) -> dict[str, str
     return {name: next(path for file, path in each.datasets if file == number)}
 
 
-def probe_volumes(*opened_as: Any) -> None:
-    """Open volumes, and list their chunks. The arguments are passed to `open_volumes`."""
+def probe_volumes(checksums: str, *opened_as: Any) -> None:
+    """Open volumes and their checksums, and list their chunks. Other arguments are passed to `open_volumes`."""
     fields, _ = open_volumes(*opened_as)
+    if checksums != OFF:
+        open_volume_files(opened_as[0], fields, opened_as[-1], checksums)
     with opened(opened_as[0][0]) as file:
         for each in fields.values():
             for _, dataset in each.datasets:
