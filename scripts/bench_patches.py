@@ -159,7 +159,7 @@ def compare_values(args: argparse.Namespace) -> None:
 def windows(args: argparse.Namespace) -> None:
     """Print how many bytes windows of several sizes decode, and how often patches of a batch share a volume."""
     patches = patches_of(args)
-    print(f"{len(patches)} patches, about {patches.chunk_samples} per cell; {patches.coverage()}")
+    print(f"{len(patches)} patches, about {patches.chunk_samples} per cell")
     for number in (1, 4, 8, len(patches)):
         order = h5chunk.ChunkSampler(patches, args.batch, window_chunks=number)
         volumes = patches.positions()[:, 0]

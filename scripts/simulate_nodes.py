@@ -1,6 +1,6 @@
 """Simulate the order of an epoch on many nodes, without data: the cost of planning it, and the effect of locality.
 
-    python scripts/simulate_nodes.py [--samples 10000000000] [--ranks 1024] [--sample-bytes 100000] [--json FILE]
+    python scripts/simulate_nodes.py [--samples 100000000] [--ranks 64] [--sample-bytes 100000] [--json FILE]
 
 Scale: some ranks plan their first windows of two epochs, with ``--ranks-a-node`` ranks per node and chunks as `h5chunk
 convert` chooses them. Prints the seconds until the first window is planned, the memory of the plan and of the
@@ -111,8 +111,8 @@ def mixing(epochs: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=10**10)
-    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--samples", type=int, default=10**8)
+    parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--ranks-a-node", type=int, default=8)
     parser.add_argument("--sample-bytes", type=int, default=100_000)
     parser.add_argument("--batch-size", type=int, default=256, help="of each rank")

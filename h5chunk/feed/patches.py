@@ -17,7 +17,7 @@ from h5chunk.feed.dataset import SAMPLE_NUMBER, ChunkDataset, without_numbers
 from h5chunk.feed.patch_weights import WEIGHTS, Weights, read_weights, weights_field
 from h5chunk.plan.draws import epoch_rows
 from h5chunk.plan.order import Order
-from h5chunk.plan.patches import CELL_BYTES, Coverage, RandomPatches, Starts, Tiles, cell_shape, decoded_voxels
+from h5chunk.plan.patches import CELL_BYTES, RandomPatches, Starts, Tiles, cell_shape, decoded_voxels
 from h5chunk.plan.permutation import MAX_SEED
 from h5chunk.remote.mirror import remote_options
 from h5chunk.store.hdf5.child import try_files
@@ -210,21 +210,6 @@ class Patches(ChunkDataset):
         check_whole("epoch", epoch, 0, (1 << 63) - 1)
         added = epoch_rows(epoch, self.epoch_samples) if self.epoch_samples else 0
         return self._patches.positions_of(self.samples + added)
-
-    def coverage(self) -> Coverage:
-        """Return how often an epoch is expected to use a voxel: the minimum, mean and maximum over all voxels.
-
-        Halos and subsets are not taken into account. Without weights, voxels near borders are used less often than
-        others. With weights, the computation needs 16 bytes for each voxel of the largest volume.
-
-        Raises
-        ------
-        OptionError
-            This data set consists of tiles.
-        """
-        if isinstance(plan := self._patches.plan, Tiles):
-            raise OptionError("tiles cover each voxel at least once: call coverage() of the patches instead")
-        return plan.coverage()
 
     def amplification(self, order: Order) -> float:
         """Return the bytes that an epoch reads and decodes, divided by the bytes of its patches.

@@ -41,7 +41,7 @@ def augment(rule: ImageRule, source: int, num_bytes: int, table: np.ndarray, out
     source, out : int
         Addresses of the images, of ``num_bytes`` in total, and of the results.
     table : (n, columns) int64, C-contiguous
-        The geometry of each image, as written by `h5chunk.plan.draws.Geometry.fill`.
+        The geometry of each image, as written by `h5chunk.transforms.geometry.Geometry.fill`.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def draw(
     longest : int
         Maximum height or width to which an image may be resized.
     table : (n, columns) int64, C-contiguous
-        Output: the rows that `h5chunk.plan.draws.Geometry.fill` would write.
+        Output: the rows that `h5chunk.transforms.geometry.Geometry.fill` would write.
     """
     samples, *sizes = (np.ascontiguousarray(each, np.int64) for each in (samples, *sizes))  # type: ignore[assignment]
     images = *(each.ctypes.data for each in sizes), int(len(sizes[0]) > 1)

@@ -34,14 +34,6 @@ Shape = tuple[int, ...]
 Weigh = Callable[[int, Sequence[slice]], np.ndarray]
 
 
-class Coverage(NamedTuple):
-    """Expected number of times that an epoch uses a voxel: minimum, mean and maximum over all voxels."""
-
-    least: float
-    mean: float
-    most: float
-
-
 class Starts(NamedTuple):
     """The possible starts of patches in each volume: ``num`` of them along each axis, beginning at ``first``."""
 
@@ -225,40 +217,6 @@ class RandomPatches:
         tables = self.shapes, self.size, self._counts, self._ends, self._candidates
         return self._seed, *(zlib.crc32(np.ascontiguousarray(table).tobytes()) for table in tables)
 
-    def coverage(self) -> Coverage:
-        """Return how often an epoch is expected to use a voxel."""
-        least, most, total = math.inf, 0.0, 0.0
-        for number in range(len(self.shapes)):
-            parts = [self._probabilities(number, axis) for axis in range(len(self.size))]
-            entries = np.flatnonzero(self._volume == number)
-            mass = np.diff(self._ends, prepend=0).reshape(-1, 2)[entries]
-            used = mass[:, 0].sum() * _outer(parts, min), mass[:, 0].sum() * _outer(parts, max)
-            if mass[:, 1].any():
-                dense = self._expected(number, entries, mass[:, 1]) + mass[:, 0].sum() * _outer_product(parts)
-                used = float(dense.min()), float(dense.max())
-            least, most = min(least, used[0]), max(most, used[1])
-            total += float(self._counts[number] * np.minimum(self.size, self.shapes[number]).prod())
-        return Coverage(float(least), total / float(self.shapes.prod(axis=1).sum()), float(most))
-
-    def _probabilities(self, number: int, axis: int) -> np.ndarray:
-        """Return, for each index along an axis, the probability that a patch at a random start contains it."""
-        first, count = int(self.starts.first[number, axis]), int(self.starts.num[number, axis])
-        voxel, size = np.arange(int(self.shapes[number, axis])), int(self.size[axis])
-        return (np.minimum(voxel, first + count - 1) - np.maximum(voxel - size + 1, first) + 1).clip(0) / count
-
-    def _expected(self, number: int, cells: Indices, mass: np.ndarray) -> np.ndarray:
-        """Return how often each voxel of a volume is expected to be in patches that are drawn by weight."""
-        shape, first = self.shapes[number], np.minimum(self.starts.first[number], 0)
-        change = np.zeros(np.maximum(shape, self.size) - first + 1)
-        where = tuple((self._candidates[cells] - first).reshape(-1, len(shape)).T)
-        np.add.at(change, where, np.repeat(mass / CANDIDATES, CANDIDATES))
-        for axis, size in enumerate(self.size.tolist()):
-            sums = np.cumsum(change, axis=axis)
-            late = np.moveaxis(sums, axis, 0)
-            late[size:] = late[size:] - late[:-size].copy()
-            change = sums
-        return change[tuple(slice(int(-low), int(-low + length)) for low, length in zip(first, shape, strict=True))]
-
 
 class Tiles:
     """The patches of a grid with steps of ``size - overlap``, volume after volume.
@@ -302,14 +260,3 @@ class Tiles:
 def _grid(axes: Sequence[np.ndarray]) -> Indices:
     """Return all combinations of the values of axes, (n, axes). The last axis varies fastest."""
     return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(axes))
-
-
-def _outer(parts: Sequence[np.ndarray], choose: Callable[[np.ndarray], float]) -> float:
-    return math.prod(float(choose(part)) for part in parts)
-
-
-def _outer_product(parts: Sequence[np.ndarray]) -> np.ndarray:
-    product = np.ones(())
-    for part in parts:
-        product = np.multiply.outer(product, part)
-    return product

@@ -1,20 +1,16 @@
 """Compute random permutations that are identical on every machine, and the sequence of samples in an epoch.
 
-A small permutation is the order that sorts random words of the Philox generator. NumPy guarantees that these are the
-same in all versions, which it does not guarantee for ``Generator.permutation``. A large permutation is a function that
-is evaluated on demand.
+A permutation is the order that sorts random words of the Philox generator. NumPy guarantees that these are the
+same in all versions, which it does not guarantee for ``Generator.permutation``.
 
-The sequence of an epoch contains all samples, chunk by chunk, with the chunks in random order. Only the requested part
-is computed, so that even an epoch of 10**10 samples needs little memory.
+The sequence of an epoch contains all samples, chunk by chunk, with the chunks in random order. Of the samples, only the
+requested part is computed; the chunks are listed, with 8 bytes each.
 
-Source: Philox is from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). Large permutations are from
-Black and Rogaway, "Ciphers with arbitrary finite domains" (2002): a Feistel network on two halves of an
-index, which are its digits in a base of about sqrt(size), with cycle walking.
-"""
+Source: Philox is from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011)."""
 
 from __future__ import annotations
 
-import math
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +23,7 @@ Stream = tuple[int, int, int]
 
 CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # streams of random numbers; ECHO + k is for pass k of echoes
 WEIGHTS, SPLIT, NODES, BUCKETS = 1 << 40, (1 << 40) + 1, (1 << 40) + 2, (1 << 40) + 3
-MAX_LISTED = 1 << 22  # larger permutations are evaluated on demand: an array would need more than 32 MiB
 MAX_SEED = (1 << 64) - 1
-NUM_ROUNDS = 8  # rounds of the network; 4 already pass the statistical tests (tests/plan/test_permutation.py)
 
 
 def permutation(size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> Indices:
@@ -38,45 +32,6 @@ def permutation(size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> Indic
     The seed must be from 0 to 2**64 - 1. Different streams of the same seed give independent permutations.
     """
     return sorted_order(random_bits(size, check_whole("seed", seed, 0, MAX_SEED), stream))
-
-
-class Permutation:
-    """A random permutation that is evaluated on demand. Up to the size ``MAX_LISTED`` it equals `permutation`.
-
-    >>> Permutation(8, 0).at(np.arange(8)).tolist() == permutation(8, 0).tolist()
-    True
-    >>> len(set(Permutation(10**12, 0).at(np.arange(1000)).tolist()))
-    1000
-    """
-
-    def __init__(self, size: int, seed: int, *, stream: Stream = (ONCE, 0, 0), max_listed: int | None = None) -> None:
-        self.size, most = size, MAX_LISTED if max_listed is None else max_listed
-        self._listed = permutation(size, seed, stream=stream) if size <= most else None
-        self._base = math.isqrt(max(0, size - 1)) + 1  # numbers have two digits, with the bases _base and _other
-        self._other = -(-size // self._base) if size else 1
-        self._keys = random_bits(NUM_ROUNDS, seed, stream) if self._listed is None else None
-
-    def at(self, positions: Indices) -> Indices:
-        """Return the elements of the permutation at these positions, which are from 0 to ``size`` - 1: (n,) int64."""
-        if self._listed is not None:
-            return np.asarray(self._listed[positions], np.int64)
-        numbers = self._network(positions)
-        outside = np.flatnonzero(numbers >= self.size)
-        while len(outside):  # the network permutes a slightly larger range, and repeating it leads back below size
-            numbers[outside] = self._network(numbers[outside])
-            outside = outside[numbers[outside] >= self.size]
-        return numbers
-
-    def _network(self, numbers: Indices) -> Indices:
-        assert self._keys is not None
-        bases = np.uint64(self._base), np.uint64(self._other)
-        low, high = numbers.astype(np.uint64) % bases[0], numbers.astype(np.uint64) // bases[0]
-        for number, key in enumerate(self._keys):
-            if number % 2:
-                high = (high + mixed(low, key) % bases[1]) % bases[1]
-            else:
-                low = (low + mixed(high, key) % bases[0]) % bases[0]
-        return np.asarray(high * bases[0] + low, np.int64)
 
 
 def mixed(words: Words, key: np.uint64) -> Words:
@@ -109,38 +64,24 @@ def random_bits(size: int, seed: int, stream: Stream, lane: int = 0) -> Words:
     return np.asarray(generator.random_raw(size), np.uint64)
 
 
-class NodePermutation:
-    """A random permutation of chunks in which every node has the same chunks in all epochs.
+def node_permutation(size: int, seed: int, epoch: int, *, nodes: int, part: int) -> Indices:
+    """Permute chunks so that every node has the same chunks in all epochs: (size,) int64.
 
     The seed decides which chunks a node has. The permutation of an epoch begins with ``part`` chunks of each node, node
     after node, in random order. The remaining chunks, which differ between epochs, are at the end.
 
-    >>> epochs = [NodePermutation(9, 0, epoch, nodes=2, part=4).at(np.arange(9)).tolist() for epoch in range(2)]
+    >>> epochs = [node_permutation(9, 0, epoch, nodes=2, part=4).tolist() for epoch in range(2)]
     >>> [(sorted(order[:4]), sorted(order[4:8]), order[8]) for order in epochs]
     [([0, 2, 6, 8], [1, 3, 4, 7], 5), ([0, 2, 6, 8], [1, 3, 4, 5], 7)]
     """
-
-    def __init__(self, size: int, seed: int, epoch: int, *, nodes: int, part: int) -> None:
-        self._part, self._division = part, Permutation(size, seed, stream=(NODES, 0, 0))
-        starts = [size * node // nodes for node in range(nodes + 1)]
-        self._starts, listed = np.array(starts[:-1], np.int64), MAX_LISTED // nodes
-        self._orders = [
-            Permutation(count, seed, stream=(CHUNKS, epoch, 1 + node), max_listed=listed)
-            for node, count in enumerate(np.diff(starts).tolist())
-        ]
-        rest = [order.at(np.arange(part, order.size)) for order in self._orders]
-        self._rest = np.concatenate([start + left for start, left in zip(starts[:-1], rest, strict=True)])
-
-    def at(self, positions: Indices) -> Indices:
-        """Return the chunks at these positions of the permutation: (n,) int64."""
-        chunks = np.empty_like(positions)
-        in_parts = positions < self._part * len(self._orders)
-        chunks[~in_parts] = self._rest[positions[~in_parts] - self._part * len(self._orders)]
-        nodes = positions // max(1, self._part)
-        for node in np.unique(nodes[in_parts]).tolist():
-            own = in_parts & (nodes == node)
-            chunks[own] = self._starts[node] + self._orders[node].at(positions[own] - node * self._part)
-        return self._division.at(chunks)
+    borders = [size * node // nodes for node in range(nodes + 1)]
+    orders = [
+        start + permutation(stop - start, seed, stream=(CHUNKS, epoch, 1 + node))
+        for node, (start, stop) in enumerate(pairwise(borders))
+    ]
+    places = np.concatenate([*(order[:part] for order in orders), *(order[part:] for order in orders)])
+    chunks: Indices = permutation(size, seed, stream=(NODES, 0, 0))[places]
+    return chunks
 
 
 class ShuffledSequence:
@@ -161,14 +102,15 @@ class ShuffledSequence:
     ) -> None:
         self._size, self._short_samples = chunk_samples, num_samples % chunk_samples
         num_chunks = -(-num_samples // chunk_samples)
-        self._chunks: Permutation | NodePermutation = Permutation(num_chunks, seed, stream=(CHUNKS, epoch, 0))
         if nodes > 1:
             part = num_samples // lanes // chunk_samples * (lanes // nodes)
-            self._chunks = NodePermutation(num_chunks, seed, epoch, nodes=nodes, part=part)
+            self._chunks = node_permutation(num_chunks, seed, epoch, nodes=nodes, part=part)
+        else:
+            self._chunks = permutation(num_chunks, seed, stream=(CHUNKS, epoch, 0))
         self._last = num_chunks - 1  # both the index of the short chunk and the last turn
         if self._short_samples:
             self._short_turn = int(random_bits(1, seed, (SHORT, epoch, 0))[0]) % num_samples // chunk_samples
-            self._instead = int(self._chunks.at(np.array([self._short_turn]))[0])
+            self._instead = int(self._chunks[self._short_turn])
             if self._short_turn != self._last:
                 self._fill = permutation(chunk_samples, seed, stream=(FILL, epoch, 0))
 
@@ -180,7 +122,7 @@ class ShuffledSequence:
             ends = turn == self._last
             offset[ends | fills] = self._fill[offset[ends | fills]]
             turn[fills] = self._last
-        chunks = self._chunks.at(turn)
+        chunks = self._chunks[turn]
         if self._short_samples:  # exchange the short chunk with the chunk at its position
             chunks[chunks == self._last] = self._instead
             chunks[turn == self._short_turn] = self._last

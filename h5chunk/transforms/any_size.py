@@ -23,7 +23,12 @@ from h5chunk.errors import MAX_SIDE, FieldError, FileError, OptionError, SampleE
 from h5chunk.machine import available_cores
 from h5chunk.native import jpeg
 from h5chunk.native.augment import ImageRule
-from h5chunk.plan.draws import (
+from h5chunk.plan.draws import Draws
+from h5chunk.store.read.ragged import ImagesField, ImageSizes
+from h5chunk.transforms.augment_rule import AUGMENTING
+from h5chunk.transforms.augmenting import AugmentConverter
+from h5chunk.transforms.csr import CsrRows
+from h5chunk.transforms.geometry import (
     BOX_HEIGHT,
     BOX_WIDTH,
     FULL_HEIGHT,
@@ -33,13 +38,8 @@ from h5chunk.plan.draws import (
     OFFSET,
     TOP,
     WIDTH,
-    Draws,
     Size,
 )
-from h5chunk.store.read.ragged import ImagesField, ImageSizes
-from h5chunk.transforms.augment_rule import AUGMENTING
-from h5chunk.transforms.augmenting import AugmentConverter
-from h5chunk.transforms.csr import CsrRows
 from h5chunk.transforms.nvjpeg import find_decoder, jpeg_sizes
 
 AHEAD = 2  # batches that are decoded while the caller uses another

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from h5chunk.errors import MAX_SIDE, OptionError, check_whole
-from h5chunk.plan.draws import ATTEMPTS, Draws, Geometry, Size, random_boxes, random_offsets
+from h5chunk.plan.draws import Draws
+from h5chunk.transforms.geometry import ATTEMPTS, Geometry, Size, random_boxes, random_offsets
 
 INTERPOLATIONS = ("antialias", "bilinear", "nearest")
 MODES = ("constant", "reflect", "edge")

@@ -1,8 +1,8 @@
 """Compute a list of augmenting transforms in one step: crop, resize, pad, flip, erase, normalise and cast each sample.
 
-The random geometry of each sample is computed on the host, as one row of a table (`h5chunk.plan.draws`). The pixels are
-computed in C, in a Triton kernel on a GPU (`h5chunk.transforms.augment_kernel`), or with torch operations. All give the
-same bits, by this arithmetic:
+The random geometry of each sample is computed on the host, as one row of a table (`h5chunk.transforms.geometry`). The
+pixels are computed in C, in a Triton kernel on a GPU (`h5chunk.transforms.augment_kernel`), or with torch operations.
+All give the same bits, by this arithmetic:
 
 - The source is consecutive bytes: an image begins at its ``OFFSET``, with ``HEIGHT`` rows of ``WIDTH`` pixels, either
   interleaved (H, W, C) or planar (C, H, W). Images may have any sizes and offsets, so that gathering needs no copy.
@@ -32,9 +32,9 @@ import torch
 
 from h5chunk.errors import OptionError
 from h5chunk.native.augment import ImageRule
-from h5chunk.plan.draws import ERASED, Size
 from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import ERASERS, GEOMETRIC, INTERPOLATIONS, MODES, RandomCrop
+from h5chunk.transforms.geometry import ERASED, Size
 from h5chunk.transforms.images import Normalize, ToDtype, result_dtype, scale_and_shift
 
 AUGMENTING = (*GEOMETRIC, *ERASERS)

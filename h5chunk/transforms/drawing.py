@@ -10,7 +10,7 @@ import numpy as np
 
 from h5chunk.errors import MAX_SIDE
 from h5chunk.native import augment
-from h5chunk.plan.draws import ERASED, ERASING, Draws, Size, stream_key
+from h5chunk.plan.draws import Draws, stream_key
 from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import (
     AlternatingFlip,
@@ -22,6 +22,7 @@ from h5chunk.transforms.augment import (
     RandomResizedCrop,
     Resize,
 )
+from h5chunk.transforms.geometry import ERASED, ERASING, Size
 
 
 class NativeDraws:

@@ -245,23 +245,6 @@ def test_several_files(tmp_path):
     assert _same(batches, _epochs(loader))
 
 
-@pytest.mark.parametrize("weights", [None, "label", {"label": lambda label: label + 0.1}])
-def test_the_expected_coverage_is_that_of_many_epochs(tmp_path, weights):
-    shape, size, epochs = (9, 12), (4, 5), 3000
-    label = np.zeros(shape, np.uint8)
-    label[2:4, 8:12] = 1
-    with h5py.File(tmp_path / "v.h5", "w") as file:
-        file["raw"], file["label"] = np.zeros(shape, np.uint8), label
-    patches = h5chunk.Patches(tmp_path / "v.h5", {"raw": "raw"}, size, weights=weights, share=0.75)
-    used = np.zeros(shape)
-    for epoch in range(epochs):
-        for _, *start in patches.positions(epoch).tolist():
-            used[start[0] : start[0] + 4, start[1] : start[1] + 5] += 1 / epochs
-    coverage = patches.coverage()
-    assert np.allclose([used.min(), used.mean(), used.max()], coverage, atol=0.12)
-    assert coverage.mean == pytest.approx(len(patches) * 20 / 108)
-
-
 def test_weights_place_centres(plain):
     patches = h5chunk.Patches(plain, FIELDS, SIZE, weights={"label": lambda label: label}, share=1)
     with h5chunk.ChunkLoader(patches, len(patches), shuffle=False) as loader:

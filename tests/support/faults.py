@@ -33,7 +33,6 @@ CONSTANTS = {
     "max_decoded_bytes": "store.read.direct.MAX_DECODED_BYTES",
     "max_file_bytes": "sources.container.MAX_FILE_BYTES",
     "max_line_bytes": "sources.matrix.text.MAX_LINE_BYTES",
-    "max_listed": "plan.permutation.MAX_LISTED",
     "max_open_bytes": "plan.order.MAX_OPEN_BYTES",
     "max_table": "tools.model.clustering.MAX_TABLE",
     "min_cells": "sources.matrix.numpy.MIN_CELLS",

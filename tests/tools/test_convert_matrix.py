@@ -27,9 +27,9 @@ from support.specification import check_fixed_types_only
 import h5chunk
 from h5chunk.cli import main
 from h5chunk.errors import H5ChunkError, OptionError, OutputError, SourceError
-from h5chunk.plan.codes import MAX_CODE, SCALES, Coding
 from h5chunk.plan.permutation import permutation
 from h5chunk.sources.matrix.block import Block
+from h5chunk.sources.matrix.codes import MAX_CODE, SCALES, Coding
 from h5chunk.store.write.spool import Spool
 from h5chunk.tools.convert.matrix import convert_matrix
 from h5chunk.tools.convert.matrix_ids import Ids

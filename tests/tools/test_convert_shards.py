@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from PIL import Image
-from support.conversions import check_file, expectation, linux, source_index
+from support.conversions import check_file, expectation, source_index
 from support.orders import ordered
 from support.pictures import pixels
 
@@ -248,14 +248,9 @@ def test_where_it_may_not_be(class_folder: Make, tmp_path: Path) -> None:
 # ---- complete or not at all
 
 
-@pytest.mark.parametrize("in_one_step", [True, False])
 @pytest.mark.parametrize("before", ["nothing", "empty", "shards", "link"])
-def test_it_replaces_what_stood_there(
-    class_folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, in_one_step: bool
-) -> None:
+def test_it_replaces_what_stood_there(class_folder: Make, tmp_path: Path, before: str) -> None:
     source, out = class_folder(20), tmp_path / "out"
-    if not in_one_step:
-        monkeypatch.setattr(output, "_exchange", lambda one, other: False)
     if before == "empty":
         out.mkdir()
     elif before != "nothing":
@@ -267,15 +262,6 @@ def test_it_replaces_what_stood_there(
     assert [name.partition("-")[2] for name in files] == ["00000-of-00002.h5", "00001-of-00002.h5"]
     assert out.is_symlink() == (before == "link")
     check_nothing_left(out)
-
-
-@linux
-def test_two_folders_change_places(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).touch()
-    assert output._exchange(tmp_path / "a", tmp_path / "b")
-    assert (tmp_path / "a" / "b").exists() and (tmp_path / "b" / "a").exists()
 
 
 def test_an_error_leaves_the_old_folder(class_folder: Make, tmp_path: Path) -> None:

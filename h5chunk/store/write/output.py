@@ -8,9 +8,7 @@ atomically. A killed writer leaves its part. The next writer continues the part 
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
 import os
 import shutil
 from abc import ABC, abstractmethod
@@ -24,8 +22,6 @@ from h5chunk.store.read.files import NUMBERED
 from h5chunk.store.write.journal import Journal, save_command_id
 from h5chunk.store.write.part_file import check_name, check_parent, is_open, journal_path, lock, part_path, sync_folder
 
-EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2, and RENAME_SWAP of macOS' renamex_np
-AT_FDCWD = -100
 OPENINGS = 1000  # attempts to lock a part, in case other writers keep finishing it first
 _Output = TypeVar("_Output", bound="Output")
 
@@ -130,9 +126,8 @@ class Output(ABC):
 class NewFolder(Output):
     """A context manager that writes a folder of shards. Write files to the folder ``part``, then call `commit`.
 
-    An existing folder is replaced atomically, or in two steps if the file system cannot exchange folders. Between the
-    steps the old folder is ``.NAME.h5chunk-old``. Only folders of shards are replaced, because other folders may
-    contain a user's work.
+    An existing folder is replaced in two steps. Between them the old folder is ``.NAME.h5chunk-old``. Only folders of
+    shards are replaced, because other folders may contain a user's work.
     """
 
     @property
@@ -183,25 +178,14 @@ class NewFolder(Output):
             file.replace(part_path(file))
 
     def _replace_output(self) -> None:
-        """Exchange the names of the new and the old folder, and remove the old one.
-
-        The old folder is locked first, because afterwards it has the name of the folder under construction.
-        """
+        """Rename the old folder, give its name to the new one, and remove the old one."""
         shutil.rmtree(self.work, ignore_errors=True)
-        if not self.path.exists() or not any(self.path.iterdir()):
-            self.part.rename(self.path)
-            return
-        old, descriptor = self.part, os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _exchange(self.part, self.path):  # the file system does not support this
-                old = self.part.with_name(f".{self.path.name}.h5chunk-old")
-                self.path.rename(old)
-                self.part.rename(self.path)
-            _remove_files(old)
-            old.rmdir()
-        finally:
-            os.close(descriptor)
+        old = self.part.with_name(f".{self.path.name}.h5chunk-old")
+        if self.path.exists() and any(self.path.iterdir()):
+            shutil.rmtree(old, ignore_errors=True)  # a killed writer may have left it
+            self.path.rename(old)
+        self.part.rename(self.path)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def check_folder(path: Path, overwrite: bool) -> None:
@@ -225,14 +209,3 @@ def check_folder(path: Path, overwrite: bool) -> None:
 def _remove_files(folder: Path) -> None:
     for entry in folder.iterdir():
         entry.unlink()
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders atomically. Returns False if the system does not support this."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    names = os.fsencode(first), os.fsencode(second)
-    if hasattr(libc, "renameat2"):
-        return libc.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], EXCHANGE) == 0
-    if hasattr(libc, "renamex_np"):
-        return libc.renamex_np(*names, EXCHANGE) == 0
-    return False

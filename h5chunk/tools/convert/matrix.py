@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h5chunk.errors import OptionError, count_text, human_bytes, printable
-from h5chunk.plan.codes import Coding, FloatCoding, Storage
 from h5chunk.plan.csr import index_dtype
 from h5chunk.sources.matrix.block import Block, SparseSource, Transposed
+from h5chunk.sources.matrix.codes import Coding, FloatCoding, Storage
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import CSR, DENSE, MATRIX, read_header, read_matrix
 from h5chunk.store.format.spec import GROUP

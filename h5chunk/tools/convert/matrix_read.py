@@ -10,9 +10,9 @@ from typing import TypeVar
 import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, as_text, count_text, printable
-from h5chunk.plan.codes import MAX_CODE, Coding, FloatCoding
 from h5chunk.plan.permutation import permutation
 from h5chunk.sources.matrix.block import Block, MemoryLimit, SparseSource
+from h5chunk.sources.matrix.codes import MAX_CODE, Coding, FloatCoding
 from h5chunk.store.write.spool import Spool
 from h5chunk.tools.convert.matrix_ids import Ids, OldIds, inverse_of
 from h5chunk.tools.convert.matrix_sort import PART_ENTRIES, Entries

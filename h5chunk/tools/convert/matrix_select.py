@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, printable
-from h5chunk.plan.codes import CodeTally, FloatCoding, FloatTally, Storage
 from h5chunk.sources.matrix.block import SparseSource
+from h5chunk.sources.matrix.codes import CodeTally, FloatCoding, FloatTally, Storage
 from h5chunk.tools.convert.matrix_read import READ_SHARE, SortedMatrix, no_scale_error, position_text
 from h5chunk.tools.convert.matrix_sort import Positions
 from h5chunk.tools.convert.options import MatrixOptions

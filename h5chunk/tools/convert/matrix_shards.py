@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h5chunk.errors import count_text
-from h5chunk.plan.codes import Coding, FloatCoding
 from h5chunk.plan.csr import plan_csr
 from h5chunk.plan.layout import plan_layout
 from h5chunk.sources.matrix.block import SparseSource
+from h5chunk.sources.matrix.codes import Coding, FloatCoding
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.output import NewFolder
 from h5chunk.tools.cluster import Cluster, connected

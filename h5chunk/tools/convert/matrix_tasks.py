@@ -20,8 +20,8 @@ from typing import IO, Any
 import numpy as np
 
 from h5chunk.errors import OutputError, printable
-from h5chunk.plan.codes import Coding, FloatCoding, Storage
 from h5chunk.sources.matrix.block import SparseSource
+from h5chunk.sources.matrix.codes import Coding, FloatCoding, Storage
 from h5chunk.store.read.files import shard_name
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.new_file import NewFile

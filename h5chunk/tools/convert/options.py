@@ -12,7 +12,7 @@ from h5chunk.sources.kinds import KIND_OPTIONS as KIND_OPTIONS
 from h5chunk.sources.options import Options, option
 
 if TYPE_CHECKING:
-    from h5chunk.plan.codes import Coding, FloatCoding
+    from h5chunk.sources.matrix.codes import Coding, FloatCoding
 
 MIN_MEMORY_BYTES = 1 << 20
 MAX_SHARDS = 99_999  # shard numbers have five digits
@@ -215,7 +215,7 @@ class MatrixOptions(NewOptions):
 
     def coding(self) -> Coding | FloatCoding:
         """Return the coding to try first; its method ``fallback`` returns the next one, if any."""
-        from h5chunk.plan.codes import Coding, FloatCoding
+        from h5chunk.sources.matrix.codes import Coding, FloatCoding
 
         codes = Coding(self.scale, self.clip, self.binarize, strict=self.values != AUTO)
         if self.values not in FLOATS:
