@@ -386,7 +386,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     @property
     def files(self) -> tuple[str, ...]:
         """The files, in the order in which their samples are numbered."""
-        return tuple(shown(reader.path) for reader in self._reader.readers)
+        return tuple(map(shown, self._reader.paths))
 
     @property
     def fields(self) -> tuple[str, ...]:

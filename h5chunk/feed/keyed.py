@@ -5,30 +5,25 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from h5chunk.errors import MAX_NUMBER, OptionError, printable, shown
+from h5chunk.errors import MAX_NUMBER, OptionError, printable
 from h5chunk.feed.dataset import SAMPLE_NUMBER, ChunkDataset, without_numbers
 from h5chunk.remote.mirror import remote_options
-from h5chunk.store.hdf5.attributes import join_columns
-from h5chunk.store.hdf5.keyed_index import FieldIndex, KeyedIndex
+from h5chunk.store.hdf5.keyed_index import Wanted
 from h5chunk.store.hdf5.keyed_list import open_index
 from h5chunk.store.hdf5.patterns import parse_samples
 from h5chunk.store.read.checksums import OFF
-from h5chunk.store.read.files import Paths, list_local_files
-from h5chunk.store.read.fileset import FileSet
-from h5chunk.store.read.keyed import KeyedReader
+from h5chunk.store.read.files import Paths, list_local_files, single_file
+from h5chunk.store.read.keyed import keyed_source
 
 QUIET_S = 1.0  # time after which progress is shown on a terminal
 
 
 class Keyed(ChunkDataset):
-    """A `ChunkDataset` of files in which each sample is a dataset, such as ``traces/000123/data``, or a group of them.
+    """A `ChunkDataset` whose samples are datasets such as ``traces/000123/data``, or groups of them, or whole files.
 
     ::
 
@@ -36,10 +31,15 @@ class Keyed(ChunkDataset):
         for data, magnitude in h5chunk.ChunkLoader(dataset, 256):
             ...
 
-    The first time that a file is opened, one process per core builds an index of the location of each sample. The index
-    is saved beside the file as ``NAME.h5chunk-index-*``, or in ``~/.cache/h5chunk`` if that is impossible, and may be
-    deleted at any time. An interrupted build is continued, and a file that has changed is indexed again. Samples are
-    then read by their byte ranges, without HDF5, whether they are contiguous, chunked, compressed or compact.
+        classes = h5chunk.Keyed("images.h5", "*/*/pixels")  # a group for each class, with a group for each sample
+        slices = h5chunk.Keyed("slices/*.h5", ["image", "mask"])  # each file is a sample
+
+    The first time that files are opened, one process per core builds an index of the location of each sample. The index
+    is saved beside the file as ``NAME.h5chunk-index-*.npz``, or for several files as ``.h5chunk-index-*.npz`` in the
+    folder that they have in common, or in ``~/.cache/h5chunk`` if that is impossible; it may be deleted at any time.
+    Files that are new or have changed are indexed again. Of processes that open new files at the same time, each builds
+    an index: open them once before you start many. Samples are then read by their byte ranges, without HDF5, whether
+    they are contiguous, chunked, compressed or compact. Files that are samples are opened only while they are read.
     ``h5chunk convert FILE OUTPUT --samples 'traces/*/data'`` copies them into one dataset instead, which is read even
     faster, especially from hard disks.
 
@@ -52,14 +52,17 @@ class Keyed(ChunkDataset):
     path : path or sequence of paths
         As for `ChunkDataset`, but no URLs.
     pattern : str, or sequence or mapping of str
-        Paths of datasets, with ``*`` in place of the name of a sample. Each pattern is a field; all patterns must have
-        the same path before the ``*``. A mapping names the fields. Otherwise, a field is named after the path that
-        follows the ``*``, with ``_`` for ``/``, or after the group if nothing follows. Samples are sorted by name.
+        Paths of datasets, with ``*`` in place of each part of a sample's key. Each pattern is a field; all patterns
+        must be equal up to the last ``*``. A mapping names the fields. Otherwise, a field is named after the path that
+        follows the last ``*``, with ``_`` for ``/``, or after the group if nothing follows. Samples are sorted by key.
+        Paths without ``*`` are those of datasets in each of many files, of which each is a sample; its key is the path
+        of the file in the folder that all files have in common, without its suffix. `source_names` has the keys.
     attributes : sequence of str, or mapping of str
-        HDF5 attributes of each sample, which become fields. Each value must be one number or one string. An attribute
-        is read from the object whose name ``*`` matches or, if that lacks it, from the sample's datasets. A mapping
-        such as ``{"magnitude": -1.0, "station": None}`` has the default for samples that lack the attribute; None
-        means that no sample may lack it.
+        HDF5 attributes of each sample, which become fields. Each value must be one string, or numbers of the same shape
+        in all samples. An attribute is read from the object that the last ``*`` matches or, if that lacks it, from the
+        sample's datasets, and then from the groups above, up to the file. A mapping such as ``{"magnitude": -1.0,
+        "station": None}`` has the default for samples that lack the attribute; None means that no sample may lack it.
+        If the default is a number, the strings ``""`` and ``"None"`` count as lacking, and others are read as numbers.
     transform, trusted, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
     checksums : {"off"}
@@ -109,17 +112,18 @@ class Keyed(ChunkDataset):
                 "copy them into one dataset, with checksums, by h5chunk convert --samples"
             )
         files = list_local_files(path, remote_options(cache_dir, cache_bytes, storage_options), "Keyed")
-        report = partial(progress or _Line(), "index")
-        indexes = [open_index(file, patterns, defaults, trusted, report) for file in files]
-        for name in _varying_fields([index.fields for index in indexes]):
-            for index in indexes:
-                index.fields[name].varies = True
-        _give_one_dtype(indexes, attributes)
-        opened = zip(files, indexes, strict=True)
-        readers = [KeyedReader(file, patterns, index, trusted=trusted) for file, index in opened]
-        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        source = readers[0] if len(readers) == 1 else FileSet(readers, Path(f"{shown(files[0])}{more}"))
-        super().__init__(source, fields={**patterns, **dict.fromkeys(numbered, SAMPLE_NUMBER)}, transform=transform)
+        if not any("*" in each for each in patterns.values()) and single_file(path) is not None:
+            raise OptionError(
+                f"pattern has {next(iter(patterns.values()))!r} without a *, which makes each file a sample, "
+                "but path is one file: use a * in place of the names of samples, as in 'traces/*/data'"
+            )
+        wanted = Wanted(patterns, defaults, trusted)
+        index = open_index(files, wanted, partial(progress or _Line(), "index"))
+        super().__init__(
+            keyed_source(files, wanted, index),
+            fields={**patterns, **dict.fromkeys(numbered, SAMPLE_NUMBER)},
+            transform=transform,
+        )
 
 
 def _without_numbers(pattern: Any) -> tuple[Any, list[str]]:
@@ -132,17 +136,6 @@ def _without_numbers(pattern: Any) -> tuple[Any, list[str]]:
     return stored, numbered
 
 
-def _give_one_dtype(indexes: Sequence[KeyedIndex], attributes: Iterable[str]) -> None:
-    """Convert the values of attributes to a dtype that represents those of all files exactly."""
-    if len(indexes) == 1:
-        return
-    borders = np.cumsum([len(index) for index in indexes])[:-1]
-    for name in attributes:
-        values = join_columns(name, [index.columns[name] for index in indexes])
-        for index, own in zip(indexes, np.split(values, borders), strict=True):
-            index.columns[name] = own
-
-
 def _check_default(value: Any) -> None:
     if not isinstance(value, (int, float, str, type(None))):
         raise OptionError(f"attributes has the default {value!r}: pass a number, a string or None")
@@ -153,17 +146,6 @@ def _check_default(value: Any) -> None:
             value.encode()
         except UnicodeEncodeError:
             raise OptionError(f"attributes has the default {value!r}, which is not valid Unicode: change it") from None
-
-
-def _varying_fields(files: Sequence[Mapping[str, FieldIndex]]) -> list[str]:
-    """Return the fields of which any two samples in the files differ in length, and only in length."""
-    varying = []
-    for name in files[0]:
-        shapes = [fields[name].shape for fields in files]
-        is_alike = len({(len(shape), shape[1:]) for shape in shapes}) == 1
-        if is_alike and (len(set(shapes)) > 1 or any(fields[name].is_ragged for fields in files)):
-            varying.append(name)
-    return varying
 
 
 class _Line:

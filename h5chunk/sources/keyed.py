@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FileError, SampleError, SourceError, printable
+from h5chunk.errors import FileError, OptionError, SampleError, SourceError, printable
 from h5chunk.source import Names, OpenContext, SampleField
 from h5chunk.sources.container import StoredFile
 from h5chunk.sources.kinds import KeyedOptions
 from h5chunk.sources.recognise import HDF5_MAGIC, has_suffix, hdf5_members, is_hdf5
 from h5chunk.sources.samples import Samples, field_dtype, largest_first
 from h5chunk.stamp import source_stamp
-from h5chunk.store.hdf5.keyed_index import CONTIGUOUS, KeyedIndex
+from h5chunk.store.hdf5.keyed_index import CONTIGUOUS, KeyedIndex, Wanted
 from h5chunk.store.hdf5.keyed_list import list_samples
 from h5chunk.store.hdf5.open import open_file, opened
-from h5chunk.store.hdf5.patterns import parse_samples
+from h5chunk.store.hdf5.patterns import fill, parse_samples
 
 SUFFIXES = (".h5", ".hdf5", ".hdf")
 
@@ -53,7 +53,7 @@ class KeyedSource(Samples):
         }
         self.fields = largest_first(fields)
         self.columns = {name: column.astype(field_dtype(name, column.dtype)) for name, column in index.columns.items()}
-        self.names = Names(index.name(number).encode("utf-8", "surrogateescape") for number in range(len(index)))
+        self.names = Names(index.name(number).encode("utf-8", "surrogateescape") for number in range(index.num_samples))
         self.options = {"samples": list(patterns.values()), "attributes": list(attributes)}
 
     @classmethod
@@ -79,14 +79,24 @@ class KeyedSource(Samples):
             )
         patterns = {name: str(pattern) for name, pattern in parse_samples("samples", options.samples).items()}
         attributes = options.attributes or ()
+        if not all("*" in pattern for pattern in patterns.values()):
+            text = next(iter(patterns.values()))
+            raise OptionError(f"samples has {text!r}: use a * in place of the names of samples, as in 'traces/*/data'")
         try:
-            index = list_samples(Path(path), patterns, attributes, lambda done, _: context.report_found(done))
+            wanted = Wanted(patterns, dict.fromkeys(attributes), kinds="biufS")
+            index = list_samples(Path(path), wanted, lambda done, _: context.report_found(done))
         except FileError as error:
             raise SourceError(str(error)) from None
+        for name, column in index.columns.items():
+            if column.ndim > 1:
+                raise SourceError(
+                    f"{printable(path)}: attribute {name!r} has several values, {list(column.shape[1:])}, but must be "
+                    "one number, or one string: leave it out (h5chunk.Keyed reads such attributes)"
+                )
         for name, field in index.fields.items():
             if field.is_ragged or not math.prod(field.shape):
                 number = int((field.lengths != field.lengths[0]).argmax())
-                where = patterns[name].replace("*", index.name(number))
+                where = fill(patterns[name], index.name(number))
                 raise SourceError(
                     f"{printable(path)}: {printable(where)}: {name!r} has length {field.lengths[number]}, but "
                     f"{field.lengths[0]} in the first sample: all samples must have the same shape, and not be empty "
@@ -95,7 +105,7 @@ class KeyedSource(Samples):
         return cls(path, patterns, attributes, index)
 
     def __len__(self) -> int:
-        return len(self._index)
+        return self._index.num_samples
 
     def name(self, index: int) -> str:
         return self._place(next(iter(self._patterns.values())), index)
@@ -126,7 +136,7 @@ class KeyedSource(Samples):
                 target[...] = self._through_hdf5(name, index)
             else:
                 num_bytes = math.prod(field.shape) * field.dtype.itemsize
-                data = self._file.read_at(int(field.places[index]), num_bytes)
+                data = self._file.read_at(int(field.offsets[field.first[index]]), num_bytes)
                 target[...] = np.frombuffer(data, field.dtype).reshape(field.shape)
         return ()
 
@@ -139,4 +149,4 @@ class KeyedSource(Samples):
             raise SampleError(f"cannot be read: HDF5: {error}") from None
 
     def _place(self, pattern: str, index: int) -> str:
-        return pattern.replace("*", self._index.name(index))
+        return fill(pattern, self._index.name(index))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -171,19 +170,6 @@ def test_another_file_of_the_same_size_and_time_is_indexed_again(tmp_path: Path)
         np.testing.assert_array_equal(_open(path)[list(range(COUNT))][0], _expected(path))
 
 
-def test_indexes_of_earlier_versions_of_the_file_are_removed(tmp_path: Path) -> None:
-    path = _make(tmp_path / "traces.h5")
-    h5chunk.Keyed(path, "traces/*/pick")
-    (tmp_path / "traces.h5.h5chunk-index-notes").write_text("{}")
-    with h5py.File(path, "a") as file:
-        file["traces/0003/data"][0] = 7
-    for pattern in ("traces/*/data", "traces/*/pick"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # that an index is stale: it was removed
-            h5chunk.Keyed(path, pattern)
-    assert len([*tmp_path.iterdir()]) == 4
-
-
 @pytest.mark.parametrize("obstacle", ["pipe", "folder", "long name"])
 def test_what_prevents_an_index_does_not_prevent_reading(
     tmp_path: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch
@@ -241,70 +227,59 @@ def test_an_index_goes_to_the_cache_folder_if_the_file_is_in_a_folder_that_is_re
     assert _open(path, progress=lambda *args: told.append(args))[2][1] == 20 and not told
 
 
-def test_indexing_continues_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, listed = _make(tmp_path / "traces.h5"), list[str]()
-    monkeypatch.setattr(keyed_list, "PART_SAMPLES", 10)
-    monkeypatch.setattr(keyed_list, "available_cores", lambda: 1)
+def test_a_killed_build_leaves_nothing_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    path = _make(tmp_path / "traces.h5")
 
     def stop(_stage: str, done: int, _total: int | None) -> None:
-        if done > 10:
+        if done:
             os._exit(9)
 
     if (child := os.fork()) == 0:
         _open(path, progress=stop)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    save = keyed_list.save_index
-    monkeypatch.setattr(
-        keyed_list, "save_index", lambda target, *args: (listed.append(target.name), save(target, *args))
-    )
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
     np.testing.assert_array_equal(_open(path)[list(range(COUNT))][0], _expected(path))
-    assert listed[:2] == ["10-20", "20-23"] and sorted(each.name for each in tmp_path.iterdir()) == [
-        path.name, _index_of(path).name]  # fmt: skip
 
 
 def _rewrite(index: Path, change: Any) -> None:
-    """Change the header and the bytes of an index, and give it a valid checksum."""
-    line, body = index.read_bytes().split(b"\n", 1)
-    header = json.loads(line)
-    changed = change(header, bytearray(body)) or body
-    header["checksum"] = zlib.crc32(changed)
-    index.write_bytes(json.dumps(header).encode() + b"\n" + changed)
+    """Change the header and the arrays of an index, which then has valid checksums."""
+    arrays = dict(np.load(index).items())
+    header = json.loads(arrays["header"].tobytes())
+    change(header, arrays)
+    arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    with index.open("wb") as file:
+        np.savez(file, **arrays)
 
 
-def _set(array: str, value: int, *, everywhere: bool = False) -> Any:
-    def change(header: dict[str, Any], body: bytearray) -> bytearray:
-        start = 0
-        for name, kind, length in header["arrays"]:
-            if name == array:
-                count = length if everywhere else 1
-                body[start : start + count * np.dtype(kind).itemsize] = np.full(count, value, kind).tobytes()
-            start += np.dtype(kind).itemsize * length
-        return body
-
-    return change
+def _set(array: str, value: Any) -> Any:
+    return lambda _, arrays: arrays[array].__setitem__(0, value)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        _set("places/data", 1 << 40),
-        _set("places/data", -5),
-        _set("kinds/data", 3),
-        _set("lengths/data", 1 << 60),
-        _set("lengths/data", -1),
+        _set("0 offsets", -5),
+        _set("0 sizes", -1),
+        _set("0 first", 1 << 40),
+        _set("0 first", -1),
+        _set("0 kinds", 3),
+        _set("0 kinds", -2),
+        _set("0 shapes", (1 << 60, 3)),
+        _set("0 shapes", (-1, 3)),
         _set("ends", 1 << 50),
-        _set("lengths/data", 60, everywhere=True),  # more than fits into a batch of the shape
-        lambda header, _: header["fields"]["data"].__setitem__(0, [5, 3]),
-        lambda header, _: header["fields"]["data"].__setitem__(0, []),
-        lambda header, _: header["fields"]["data"].__setitem__(0, [7, 1 << 32, 1 << 32]),
-        lambda header, _: header["fields"]["data"].__setitem__(1, ">f4"),
-        lambda header, _: header["fields"].__setitem__("other", header["fields"].pop("pick")),
-        lambda header, _: header["arrays"][2].__setitem__(0, "column/other"),
-        lambda header, _: header["arrays"][0].__setitem__(2, 1 << 60),
-        lambda header, _: header["fields"]["data"].__setitem__(1, "|O8"),
-        lambda header, _: header["fields"]["data"].__setitem__(0, [-1, 3]),
+        _set("starts", 1),
+        lambda header, _: header["fields"][0].__setitem__(1, ">f4"),
+        lambda header, _: header["fields"][0].__setitem__(1, "|O8"),
+        lambda header, _: header["fields"][0].__setitem__(0, "other"),
         lambda header, _: header.__setitem__("fields", []),
-        lambda _, body: body[:-3],
+        lambda header, _: header.__setitem__("files", []),
+        lambda header, _: header.__setitem__("version", 1),
+        lambda _, arrays: arrays.__setitem__("0 shapes", arrays["0 shapes"][:, :1].repeat(3, 1)),
+        lambda _, arrays: arrays.__setitem__("0 shapes", arrays["0 shapes"].astype("f8")),
+        lambda _, arrays: arrays.__setitem__("0 masks", arrays["0 masks"][1:]),
+        lambda _, arrays: arrays.__setitem__("column magnitude", arrays["column magnitude"][1:]),
+        lambda _, arrays: arrays.pop("names"),
+        lambda _, arrays: arrays.__setitem__("names", np.array([{}])),
     ],
 )
 def test_a_hostile_index_is_made_again(tmp_path: Path, change: Any) -> None:
@@ -370,12 +345,12 @@ def _break(path: Path, how: str) -> None:
     [
         ("no dataset", "0011 has no dataset 'data'"),
         ("no attribute", "0011 has no attribute 'magnitude' .it has station"),
-        ("two numbers", "must be one number"),
+        ("two numbers", r"0011: attribute 'magnitude' has the shape \[2\], but \[\] in .*0000"),
         ("link", "soft link"),
         ("type", "has float64 .* in 'data'"),
         ("shape", r"\[7, 4\] in \'data\', but the first sample has float32 \[7, 3\]"),
         ("strings", "variable length"),
-        ("no attribute value", "is empty, but must be one number"),
+        ("no attribute value", "is empty, but must be numbers"),
         ("named type", "has no dataset 'data'"),
     ],
 )
@@ -388,11 +363,16 @@ def test_samples_that_differ_are_errors_that_name_them(tmp_path: Path, how: str,
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
-    [("traces/data", "one \\*"), ("tra*/data", "in place of a name"), ([], "empty"), (["a/*", "b/*"], "only after")],
+    [
+        ("traces/data", "path is one file"),
+        ("tra*/data", "in place of a whole name"),
+        ([], "empty"),
+        (["a/*", "b/*"], "only after"),
+    ],
 )
 def test_invalid_patterns(tmp_path: Path, pattern: Any, message: str) -> None:
     with pytest.raises(h5chunk.OptionError, match=message):
-        h5chunk.Keyed(tmp_path / "x.h5", pattern)
+        h5chunk.Keyed(_make(tmp_path / "x.h5"), pattern)
 
 
 LENGTHS = np.random.default_rng(1).integers(0, 9, COUNT)
@@ -567,3 +547,102 @@ def test_invalid_defaults_of_attributes(tmp_path: Path, default: Any) -> None:
     path = _make(tmp_path / "traces.h5", count=2)
     with pytest.raises(h5chunk.OptionError, match="attributes has the default"):
         h5chunk.Keyed(path, "traces/*/data", attributes={"weight": default})
+
+
+def _make_bags(folder: Path, *, count: int = 12, compressed: bool = True) -> list[Path]:
+    """Write files of which each is a sample: an image, a mask, and features of several lengths."""
+    files = []
+    for number in range(count):
+        files.append(folder / f"volume_{number // 4}" / f"slice_{number}.h5")
+        files[-1].parent.mkdir(exist_ok=True, parents=True)
+        with h5py.File(files[-1], "w") as file:
+            options: dict[str, Any] = {"compression": "gzip"} if compressed and number % 2 else {}
+            file.create_dataset("image", data=np.full((4, 4, 2), number / 2), **options)
+            file["label/mask"] = np.full((4, 4), number, np.uint8)
+            file["features"] = _values(number, 1 + number % 3)
+            file.attrs["grade"] = number % 5
+    return files
+
+
+@pytest.mark.parametrize("settings", [{}, {"resident": True}, {"resident": False}])
+def test_each_file_is_a_sample(tmp_path: Path, settings: Any) -> None:
+    files = _make_bags(tmp_path / "bags")
+    fields = ["image", "label/mask", "features"]
+    dataset = h5chunk.Keyed(tmp_path / "bags/*/*.h5", fields, attributes=["grade"])
+    assert len(dataset) == 12 and dataset.fields == ("image", "label_mask", "features", "grade")
+    assert dataset.source_names.tolist() == [f"volume_{n // 4}/slice_{n}" for n in range(12)]
+    assert dataset.files == tuple(map(str, files)) and dataset.values("grade").tolist() == [n % 5 for n in range(12)]
+    seen = []
+    for image, mask, features, lengths, grade in h5chunk.ChunkLoader(dataset, 5, **settings):
+        for row, number in enumerate(mask[:, 0, 0].tolist()):
+            assert (image[row] == number / 2).all() and (mask[row] == number).all() and grade[row] == number % 5
+            np.testing.assert_array_equal(features[row, : lengths[row]], _values(number, 1 + number % 3))
+            seen.append(number)
+    assert sorted(seen) == list(range(12))
+    again = DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, 5), num_workers=1)
+    assert sorted(int(number) for batch in again for number in batch[1][:, 0, 0]) == list(range(12))
+
+
+def test_the_index_of_a_folder_is_stored_once_and_only_files_that_changed_are_listed_again(tmp_path: Path) -> None:
+    files, told = _make_bags(tmp_path / "bags"), list[int]()
+
+    def listed(paths: Any) -> tuple[h5chunk.Keyed, int]:
+        told.clear()
+        dataset = h5chunk.Keyed(paths, ["image"], progress=lambda _stage, done, _total: told.append(done))
+        return dataset, max(told, default=0)
+
+    assert listed(files[:8])[1] == 8 and listed(files[4:])[1] == 4
+    part, count = listed(files[5:1:-1])
+    assert count == 0 and [int(part[number][0][0, 0, 0] * 2) for number in range(4)] == [5, 4, 3, 2]
+    with h5py.File(files[3], "a") as file:
+        file["image"][...] = 50
+    with pytest.raises(h5chunk.FileError, match=r"slice_3\.h5: the file was replaced or changed"):
+        part[2]
+    with pytest.warns(UserWarning, match=r"slice_3\.h5: the index is rebuilt"):
+        whole, count = listed(files)
+    assert (
+        count == 1
+        and whole.source_names[3] == "volume_0/slice_3"
+        and (whole[3][0] == 50).all()
+        and (whole[11][0] == 5.5).all()
+    )
+    assert len([*(tmp_path / "bags").glob(".h5chunk-index-*")]) == 1
+    with h5py.File(tmp_path / "bags/other.h5", "w") as file:
+        file["image"] = np.zeros((5, 5, 2))
+    assert listed([tmp_path / "bags/other.h5"])[1] == 1
+    with pytest.raises(h5chunk.FieldError, match=r"but the first sample has float64 \[4, 4, 2\]"):
+        listed([*files, tmp_path / "bags/other.h5"])
+
+
+def test_keys_of_several_parts(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, count in (("cat", 3), ("dog", 2)):
+            for number in range(count):
+                file[f"images/{name}/{number}/pixels"] = np.full((2, 2), ord(name[0]) + number)
+            file[f"images/{name}"].attrs["legs"] = len(name) + count
+        file["images/names"] = np.arange(3)  # not a group, so it has no samples
+        file.attrs["rate"] = 2.5
+    dataset = h5chunk.Keyed(tmp_path / "a.h5", "images/*/*/pixels", attributes=["legs", "rate"])
+    assert dataset.source_names.tolist() == ["cat/0", "cat/1", "cat/2", "dog/0", "dog/1"]
+    assert [dataset[number][0][0, 0].item() for number in (1, 4)] == [ord("c") + 1, ord("d") + 1]
+    assert dataset.values("legs").tolist() == [6, 6, 6, 5, 5] and dataset.values("rate").tolist() == [2.5] * 5
+
+
+def test_attributes_that_are_empty_or_numbers_as_strings_or_several_numbers(tmp_path: Path) -> None:
+    arrivals, ratios = [700, "", b"701.5", np.array([[3.0]]), "None"], [[1.0, 2.0], [3, 4], None, [5.5, 6.0], ""]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number, (arrival, ratio) in enumerate(zip(arrivals, ratios, strict=True)):
+            item = file.create_dataset(f"data/{number}", data=np.zeros(2))
+            item.attrs["arrival"] = arrival
+            if ratio is not None:
+                item.attrs["snr"] = ratio
+    dataset = h5chunk.Keyed(tmp_path / "a.h5", "data/*", attributes={"arrival": -1.0, "snr": -1})
+    assert dataset.values("arrival").tolist() == [700, -1, 701.5, 3, -1]
+    batch = next(iter(h5chunk.ChunkLoader(dataset, 5, shuffle=False)))
+    assert batch[2].tolist() == [[1, 2], [3, 4], [-1, -1], [5.5, 6], [-1, -1]]
+    with pytest.raises(h5chunk.FieldError, match="pass a number for the samples with an empty string"):
+        h5chunk.Keyed(tmp_path / "a.h5", "data/*", attributes=["arrival"])
+    with h5py.File(tmp_path / "a.h5", "a") as file:
+        file["data/1"].attrs["arrival"] = "soon"
+    with pytest.raises(h5chunk.FieldError, match=r"data/1: attribute 'arrival' is 'soon', but its default -1\.0"):
+        h5chunk.Keyed(tmp_path / "a.h5", "data/*", attributes={"arrival": -1.0})

@@ -1,74 +1,115 @@
-"""Store an index of an HDF5 file whose samples are datasets, in ``NAME.h5chunk-index-KEY`` next to the file.
+"""The samples of HDF5 files in which each sample is a dataset, a group of datasets, or a whole file; and their index.
 
-The first line is a JSON object with these keys:
+An index is stored as ``NAME.h5chunk-index-KEY.npz`` next to a file, or as ``.h5chunk-index-KEY.npz`` in the folder that
+all files have in common. It is an ordinary .npz file, whose CRC-32 checksums show damage, with these arrays:
 
-- ``version``: 3.
-- ``stamp``: the size and modification time of the file, and the CRC-32 of some of its bytes (see `stamp_with_bytes`),
-  which must match for the index to be used.
-- ``made_for``: the patterns, attributes and range of samples.
-- ``fields``: the shape, dtype and kinds of storage of each field.
-- ``arrays``: the name, dtype and length of each array that follows the first line.
-- ``checksum``: the CRC-32 of these arrays.
+- ``header``, bytes of a JSON object: ``version``; ``made_for``, the patterns, attributes and trust; ``files``, their
+  paths relative to the folder; and ``fields``, the name, dtype, number of axes and kinds of storage of each field.
+- ``stamps``, (files, 3): the size and modification time of each file, and the CRC-32 of some of its bytes.
+- ``starts``, (files + 1,): the first sample of each file.
+- ``names``, bytes, and ``ends``, (n,): the keys of all samples one after another, and the end of each.
+- ``column NAME``, (n, ...): the values of an attribute.
+- ``FIELD ARRAY`` with the number of a field: the arrays of `FieldIndex`.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
-import math
 import os
 import secrets
 import warnings
+import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from h5chunk.errors import FileError, printable
+from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.remote.mirror import NO_OPTIONS
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.attributes import join_columns
+from h5chunk.store.hdf5.patterns import fill
 
-VERSION = 3
+VERSION = 4
 LOOKED_AT, LOOK_BYTES = 16, 4 << 10  # number of the pieces of a file that its stamp covers, and their size
-MAX_HEADER = 64 << 20
-MAX_BYTES = 1 << 62  # limit on the total size of a field's samples
+STAMP_THREADS = 16
+MAX_BYTES = 1 << 62  # limit on the total size of a field's samples, and on offsets
 THROUGH_HDF5, CONTIGUOUS = -1, 0  # kinds of storage; chunked kinds follow
-ARRAYS = {"lengths": "<i8", "places": "<i8", "kinds": "<i4", "offsets": "<i8", "sizes": "<i8", "masks": "<u4"}
+ARRAYS = {"shapes": "<i8", "kinds": "<i4", "first": "<i8", "offsets": "<i8", "sizes": "<i8", "masks": "<u4"}
+
+
+class Wanted(NamedTuple):
+    """What to list in each file.
+
+    ``patterns`` has the path of each field by name, with a ``*`` for each part of a sample's key. Without ``*``, each
+    file is a sample. ``attributes`` has the value of samples that lack an attribute, or None, by name.
+    """
+
+    patterns: Mapping[str, str]
+    attributes: Mapping[str, Any]
+    trusted: bool = False
+    kinds: str = "biuf"  # kinds of NumPy dtypes that a field may have
+
+    @property
+    def outer(self) -> str:
+        """The path of a sample, with ``*`` for the parts of its key; empty if each file is a sample."""
+        before, star, _ = next(iter(self.patterns.values())).rpartition("*")
+        return before + star
+
+    @property
+    def inner(self) -> dict[str, str]:
+        """The path of each field within a sample, which is empty if the sample is a dataset."""
+        return {name: pattern[len(self.outer) :].strip("/") for name, pattern in self.patterns.items()}
+
+    def made_for(self) -> list[Any]:
+        """Return the JSON object that identifies an index of these."""
+        defaults = [[name, repr(value)] for name, value in self.attributes.items()]
+        return [[list(each) for each in self.patterns.items()], defaults, self.trusted]
 
 
 @dataclass
 class FieldIndex:
-    """The byte ranges of the samples of one field.
+    """The stored blocks of the samples of one field.
 
-    ``shape`` is the shape of the first sample, and ``lengths``, (n,), is the length of each sample along the first
-    axis. ``kinds``, (n,), is `THROUGH_HDF5`, `CONTIGUOUS`, or 1 + the index of a description in ``chunked``.
-    ``places``, (n,), is the offset of a contiguous sample. For a chunked sample, it is the index of the first chunk in
-    ``offsets``, ``sizes`` and ``masks``. ``varies`` is True if samples of other files differ in length from these.
+    A block is a chunk, or all values of a contiguous sample. ``shapes``, (n, axes), is the shape of each sample;
+    ``kinds``, (n,), is `THROUGH_HDF5`, `CONTIGUOUS`, or 1 + the index of a description in ``chunked``; and ``first``,
+    (n,), is the sample's first block in ``offsets``, ``sizes`` (in the file) and ``masks`` (of skipped filters). The
+    blocks of a sample are in the order of their places in it; samples without values, or that only HDF5 can read, have
+    none.
     """
 
-    shape: tuple[int, ...]
     dtype: np.dtype
-    chunked: list[Any]  # [chunk shape, filters]
-    lengths: np.ndarray
-    places: np.ndarray
+    chunked: list[Any]  # [chunk shape, [whether partial chunks have no filters, filters]]
+    shapes: np.ndarray
     kinds: np.ndarray
+    first: np.ndarray
     offsets: np.ndarray
     sizes: np.ndarray
     masks: np.ndarray
-    varies: bool = dataclass_field(default=False, init=False)
+    varies: bool = dataclass_field(default=False)  # whether samples of other files differ in length from these
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the first sample."""
+        return tuple(self.shapes[0].tolist())
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The length of each sample along its first axis: (n,) int64. It is 1 if samples have no axes."""
+        return self.shapes[:, 0] if self.shapes.shape[1] else np.ones(len(self.shapes), np.int64)
 
     @property
     def is_ragged(self) -> bool:
         """True if samples differ in length."""
-        return self.varies or bool(len(self.lengths) and (self.lengths != self.lengths[0]).any())
+        return self.varies or bool((self.lengths != self.lengths[:1]).any())
 
     @property
     def step_items(self) -> int:
@@ -77,273 +118,272 @@ class FieldIndex:
 
     def sample_bytes(self) -> np.ndarray:
         """Return the size of each sample in bytes: (n,) int64."""
-        return self.lengths * self.step_items * self.dtype.itemsize
+        return self.shapes.prod(1, dtype=np.int64) * self.dtype.itemsize
 
-    def check(self, num_samples: int, file_bytes: int) -> None:
-        """Raise ValueError if a value is impossible for a file of this size."""
-        if self.dtype.kind not in "biuf" or not self.dtype.isnative:
-            raise ValueError("impossible type")
-        step_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        if len(self.shape) > 32 or any(axis < 0 for axis in self.shape) or step_bytes >= MAX_BYTES:
-            raise ValueError("impossible shape")
-        if not len(self.lengths) == len(self.places) == len(self.kinds) == num_samples:
+    def block_shapes(self) -> np.ndarray:
+        """Return the shape of a block of each sample: (n, axes) int64."""
+        if not self.chunked:
+            return self.shapes
+        chunks = np.array([chunk for chunk, _ in self.chunked], np.int64)
+        return np.where(self.kinds[:, None] > CONTIGUOUS, chunks[self.kinds - 1], self.shapes)
+
+    def num_blocks(self) -> np.ndarray:
+        """Return the number of blocks of each sample: (n,) int64."""
+        along = -(-self.shapes // np.maximum(self.block_shapes(), 1))
+        return np.where(self.kinds == THROUGH_HDF5, 0, along.prod(1, dtype=np.int64))
+
+    def take(self, rows: np.ndarray) -> FieldIndex:
+        """Return the index of some samples, with only their blocks."""
+        counts = np.diff(self.first, append=len(self.offsets))[rows]
+        first, blocks = np.cumsum(counts) - counts, _runs(self.first[rows], counts)
+        own: dict[str, Any] = {name: getattr(self, name)[blocks] for name in ("offsets", "sizes", "masks")}
+        return replace(self, shapes=self.shapes[rows], kinds=self.kinds[rows], first=first, **own)
+
+    def check(self, num_samples: int) -> None:
+        """Raise ValueError if arrays do not fit each other, so that reading them could leave memory."""
+        if self.shapes.ndim != 2 or not num_samples == len(self.shapes) == len(self.kinds) == len(self.first):
             raise ValueError("arrays differ in length")
-        if not len(self.offsets) == len(self.sizes) == len(self.masks):
-            raise ValueError("chunks differ in length")
-        if (self.lengths < 0).any() or self.lengths.sum(dtype=np.float64) * step_bytes >= MAX_BYTES:
-            raise ValueError("impossible lengths")
-        if self.lengths[0] != (self.shape or (1,))[0] or not (self.shape or (self.lengths == 1).all()):
-            raise ValueError("lengths that differ from the shape")
-        plain = self.kinds == CONTIGUOUS
-        if (self.places[plain] < 0).any() or (self.places[plain] > file_bytes - self.sample_bytes()[plain]).any():
-            raise ValueError("samples beyond the end of the file")
-        if (self.offsets < 0).any() or (self.sizes <= 0).any() or (self.offsets > file_bytes - self.sizes).any():
-            raise ValueError("chunks beyond the end of the file")
+        if self.dtype.hasobject or not self.dtype.itemsize or not self.dtype.isnative:
+            raise ValueError("impossible type")
+        sizes = self.shapes.astype(np.float64).prod(1) * self.dtype.itemsize
+        if (self.shapes < 0).any() or sizes.sum() >= MAX_BYTES or (self.shapes[:, 1:] != self.shapes[:1, 1:]).any():
+            raise ValueError("impossible shapes")
         if ((self.kinds < THROUGH_HDF5) | (self.kinds > len(self.chunked))).any():
             raise ValueError("unknown kinds of storage")
-        steps, across = [1], [0]  # along the first axis, and chunks across the other axes, by kind
         for chunk, _ in self.chunked:
-            if len(chunk) != len(self.shape) or any(type(side) is not int or not 0 < side < 1 << 40 for side in chunk):
+            if len(chunk) != self.shapes.shape[1] or any(
+                type(side) is not int or not 0 < side < 1 << 40 for side in chunk
+            ):
                 raise ValueError("impossible chunks")
-            steps.append(chunk[0])
-            across.append(math.prod(-(-side // step) for side, step in zip(self.shape[1:], chunk[1:], strict=True)))
-        own = self.kinds > CONTIGUOUS
-        kinds, places = self.kinds[own], self.places[own]
-        num_chunks = -(-self.lengths[own] // np.array(steps)[kinds]) * np.array(across)[kinds]
-        if (places < 0).any() or (places > len(self.offsets) - num_chunks).any():
-            raise ValueError("chunks that are not listed")
+        for array in (self.offsets, self.sizes):
+            if len(array) != len(self.masks) or ((array < 0) | (array >= MAX_BYTES)).any():
+                raise ValueError("impossible blocks")
+        ends = np.cumsum(self.num_blocks())
+        if (self.first != ends - self.num_blocks()).any() or ends[-1] != len(self.offsets):
+            raise ValueError("blocks that are not listed")
+        plain = np.flatnonzero((self.kinds == CONTIGUOUS) & (self.num_blocks() > 0))
+        if (self.sizes[self.first[plain]] != self.sample_bytes()[plain]).any():
+            raise ValueError("shapes that differ from the stored bytes")
 
 
-@dataclass
-class KeyedIndex:
-    """The samples of a file.
+def _runs(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the numbers first, first + 1, ... of each run, one run after another: (sum of counts,) int64."""
+    # the n-th number of a run is n more than its first one, in the result and in what it refers to
+    return np.arange(counts.sum()) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
 
-    ``names``, uint8, has the concatenated names of all samples, and ``ends``, (n,), the end of each name. ``columns``
-    has the values of each attribute, (n,).
+
+class KeyedIndex(NamedTuple):
+    """The samples of some files.
+
+    ``names``, uint8, has the concatenated keys of all samples, and ``ends``, (n,), the end of each key. ``columns`` has
+    the values of each attribute, (n, ...). ``starts``, (files + 1,), is the first sample of each file.
     """
 
     names: np.ndarray
     ends: np.ndarray
     fields: dict[str, FieldIndex]
     columns: dict[str, np.ndarray]
+    starts: np.ndarray
 
-    def __len__(self) -> int:
+    @property
+    def num_samples(self) -> int:
         return len(self.ends)
 
     def name(self, number: int) -> str:
-        """Return the text that ``*`` matches in the path of a sample."""
+        """Return the key of a sample: the texts that each ``*`` matches in its path, joined by ``/``."""
         start = int(self.ends[number - 1]) if number else 0
         return self.names[start : int(self.ends[number])].tobytes().decode("utf-8", "surrogateescape")
 
-    def check(self, file_bytes: int, fields: Sequence[str], attributes: Sequence[str]) -> None:
-        """Raise ValueError if a value is impossible, or if the index is for other fields or attributes."""
-        if not len(self) or sorted(self.fields) != sorted(fields) or sorted(self.columns) != sorted(attributes):
+    def take(self, files: Sequence[int]) -> KeyedIndex:
+        """Return the samples of some files, in this order of the files."""
+        if list(files) == list(range(len(self.starts) - 1)):
+            return self
+        starts = np.cumsum([0, *np.diff(self.starts)[list(files)].tolist()])
+        rows = _runs(self.starts[list(files)], np.diff(starts))
+        lengths = np.diff(self.ends, prepend=0)[rows]
+        ends, letters = np.cumsum(lengths), _runs(self.ends[rows] - lengths, lengths)
+        fields = {name: field.take(rows) for name, field in self.fields.items()}
+        return KeyedIndex(
+            self.names[letters], ends, fields, {name: column[rows] for name, column in self.columns.items()}, starts
+        )
+
+    def check(self, num_files: int, wanted: Wanted) -> None:
+        """Raise ValueError if arrays do not fit each other, or if the index is for other fields or attributes."""
+        if (
+            not self.num_samples
+            or sorted(self.fields) != sorted(wanted.patterns)
+            or {*self.columns} != {*wanted.attributes}
+        ):
             raise ValueError("fields or attributes that were not requested")
-        if (np.diff(self.ends, prepend=0) < 1).any() or int(self.ends[-1:].sum()) != len(self.names):
+        lengths, counts = np.diff(self.ends, prepend=0), np.diff(self.starts, prepend=0)
+        if (lengths < 1).any() or lengths.sum() != len(self.names) or self.names.dtype != np.uint8:
             raise ValueError("impossible names")
-        if any(len(column) != len(self) for column in self.columns.values()):
-            raise ValueError("attributes differ in length")
+        if len(counts) != num_files + 1 or (counts < 0).any() or counts[0] or counts.sum() != self.num_samples:
+            raise ValueError("impossible files")
+        if any(len(column) != self.num_samples or column.dtype.kind not in "biufS" for column in self.columns.values()):
+            raise ValueError("impossible attributes")
         for field in self.fields.values():
-            field.check(len(self), file_bytes)
+            field.check(self.num_samples)
 
 
-def joined(parts: Sequence[KeyedIndex], differ: Callable[[str, int, FieldIndex, FieldIndex], Exception]) -> KeyedIndex:
-    """Join the indexes of ranges of samples. ``differ`` creates the error for parts that differ in shape or dtype."""
-    first, starts = parts[0], np.cumsum([0, *(len(part) for part in parts)])
+def joined(parts: Sequence[KeyedIndex], wanted: Wanted) -> KeyedIndex:
+    """Join the indexes of several files, or ranges of samples. Raises FieldError if they differ in shape or dtype."""
+    if len(parts) == 1:
+        return parts[0]
     fields = {}
-    for name, model in first.fields.items():
+    for name, model in parts[0].fields.items():
         own = [part.fields[name] for part in parts]
-        for number, field in enumerate(own):
+        for part, field in zip(parts, own, strict=True):
             if field.dtype != model.dtype or field.shape[1:] != model.shape[1:] or len(field.shape) != len(model.shape):
-                raise differ(name, int(starts[number]), field, model)
+                where = f"sample {printable(fill(wanted.outer, part.name(0)) or part.name(0))}"
+                raise differs(where, name, (field.shape, field.dtype), (model.shape, model.dtype))
         chunked: dict[str, tuple[int, Any]] = {}  # number and description of each kind
-        arrays: dict[str, list[np.ndarray]] = {array: [] for array in ARRAYS}
-        num_chunks = 0
-        for field in own:
-            for kind in field.chunked:
-                chunked.setdefault(repr(kind), (len(chunked) + 1, kind))
-            numbers = np.array([THROUGH_HDF5, CONTIGUOUS, *(chunked[repr(kind)][0] for kind in field.chunked)])
-            for array in ARRAYS:
-                arrays[array].append(getattr(field, array))
-            arrays["places"][-1] = field.places + num_chunks * (field.kinds > CONTIGUOUS)
-            arrays["kinds"][-1] = numbers[field.kinds + 1].astype(np.int32)
-            num_chunks += len(field.offsets)
-        whole = {array: np.concatenate(values) for array, values in arrays.items()}
-        fields[name] = FieldIndex(model.shape, model.dtype, [kind for _, kind in chunked.values()], **whole)
-    before = np.cumsum([0, *(len(part.names) for part in parts)])
-    ends = np.concatenate([part.ends + start for part, start in zip(parts, before, strict=False)])
-    columns = {name: join_columns(name, [part.columns[name] for part in parts]) for name in first.columns}
-    return KeyedIndex(np.concatenate([part.names for part in parts]), ends, fields, columns)
-
-
-def stamp_with_bytes(path: Path) -> tuple[int, ...]:
-    """Return the stamp of a file without its device and inode, and a checksum of pieces of the file.
-
-    The checksum distinguishes files to which programs have given the same modification time. The result is empty if the
-    file is missing.
-    """
-    stamp, checksum = stamp_of(path)[2:], 0
-    if not stamp or not path.is_file():
-        return stamp
-    try:
-        with path.open("rb", buffering=0) as file:
-            for offset in np.linspace(0, max(0, stamp[0] - LOOK_BYTES), LOOKED_AT).astype(np.int64).tolist():
-                checksum = zlib.crc32(os.pread(file.fileno(), LOOK_BYTES, offset), checksum)
-    except OSError as error:
-        raise FileError(f"{printable(path)}: cannot be read: {error.strerror}") from None
-    return *stamp, checksum
-
-
-def index_paths(path: Path, made_for: Any) -> list[Path]:
-    """Return the possible paths of the index of a file, which are next to the file and in the user's cache folder."""
-    key = hashlib.sha256(json.dumps(made_for).encode()).hexdigest()[:12]
-    place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
-    name = f".h5chunk-index-{key}"
-    return [path.with_name(path.name + name), NO_OPTIONS.root / "indexes" / (place + name)]
-
-
-@contextmanager
-def locked_folder(targets: Sequence[Path]) -> Iterator[tuple[Path, Path] | None]:
-    """Lock a folder for the parts of an index in a context, so that no other process builds the same index.
-
-    The context's value is the first path of ``targets`` that can be written, and the folder beside it, or None if no
-    path can be written.
-    """
-    problems: list[str] = []
-    for target in targets:
-        folder = target.with_name(f"{target.name}.parts")
-        try:
-            descriptor = _lock(folder)
-        except OSError as error:
-            problems.append(f"{printable(target)} ({error.strerror})")
-            continue
-        try:
-            yield target, folder
-        finally:
-            with suppress(OSError):  # the folder has parts for the next run
-                folder.rmdir()
-            os.close(descriptor)
-        return
-    warnings.warn(f"the index cannot be stored, and is rebuilt each time: {'; '.join(problems)}", stacklevel=4)
-    yield None
-
-
-def _lock(folder: Path) -> int:
-    """Create a folder, lock it, and return its descriptor."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder.parent, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    while True:
-        folder.mkdir(exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            with suppress(FileNotFoundError):  # the process that had the lock has removed the folder
-                if os.path.samestat(folder.stat(), os.fstat(descriptor)):
-                    return descriptor
-        except OSError:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def remove_stale(path: Path, stamp: tuple[int, ...]) -> None:
-    """Remove the indexes next to a file that were built for an earlier version of it, with any patterns."""
-    with suppress(OSError):
-        for other in path.parent.iterdir():
-            if other.name.startswith(f"{path.name}.h5chunk-index-") and other.is_file():
-                with suppress(ValueError, KeyError, TypeError, RecursionError), other.open("rb") as file:
-                    header = json.loads(file.readline(MAX_HEADER))
-                    if header["made_for"] and header["stamp"] != list(stamp):
-                        other.unlink()
-
-
-def save_index(
-    target: Path, folder: Path, path: Path, stamp: tuple[int, ...], made_for: Any, index: KeyedIndex
-) -> None:
-    """Store an index atomically, with a temporary file in ``folder``.
-
-    ``stamp`` is the stamp that the file had before its samples were listed.
-    """
-    arrays: dict[str, np.ndarray] = {"names": index.names, "ends": index.ends}
-    arrays |= {f"column/{name}": column for name, column in index.columns.items()}
-    for name, field in index.fields.items():
-        arrays |= {f"{array}/{name}": getattr(field, array).astype(kind) for array, kind in ARRAYS.items()}
-    body = [np.ascontiguousarray(array).view(np.uint8) for array in arrays.values() if array.size]
-    header = {
-        "version": VERSION,
-        "stamp": stamp,
-        "made_for": made_for,
-        "fields": {name: [field.shape, field.dtype.str, field.chunked] for name, field in index.fields.items()},
-        "arrays": [[name, array.dtype.str, len(array)] for name, array in arrays.items()],
-        "checksum": _checksum(body),
+        for kind in (kind for field in own for kind in field.chunked):
+            chunked.setdefault(repr(kind), (len(chunked) + 1, kind))
+        arrays: dict[str, list[np.ndarray]] = {array: [getattr(field, array) for field in own] for array in ARRAYS}
+        num_blocks = np.cumsum([0, *(len(field.offsets) for field in own)])
+        arrays["first"] = [field.first + before for field, before in zip(own, num_blocks, strict=False)]
+        for number, field in enumerate(own):
+            numbers = [THROUGH_HDF5, CONTIGUOUS, *(chunked[repr(kind)][0] for kind in field.chunked)]
+            arrays["kinds"][number] = np.array(numbers, np.int32)[field.kinds + 1]
+        whole: dict[str, Any] = {array: np.concatenate(values) for array, values in arrays.items()}
+        fields[name] = FieldIndex(model.dtype, [kind for _, kind in chunked.values()], **whole)
+    letters = np.cumsum([0, *(len(part.names) for part in parts)])
+    columns = {
+        name: join_columns(name, [part.columns[name] for part in parts], default)
+        for name, default in wanted.attributes.items()
     }
-    temporary = folder / f"{secrets.token_hex(8)}.tmp"  # another host may write to the same folder
-    try:
-        with temporary.open("wb") as file:
-            file.write(json.dumps(header).encode() + b"\n")
-            for array in body:
-                file.write(array.data)
-        os.replace(temporary, target)
-    except OSError as error:
-        raise FileError(
-            f"{printable(target)}: the index of {printable(path)} cannot be written ({error.strerror})"
-        ) from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+    return KeyedIndex(
+        np.concatenate([part.names for part in parts]),
+        np.concatenate([part.ends + before for part, before in zip(parts, letters, strict=False)]),
+        fields,
+        columns,
+        np.concatenate([[0], np.cumsum(np.concatenate([np.diff(part.starts) for part in parts]))]),
+    )
 
 
-def load_index(target: Path, stamp: tuple[int, ...], made_for: Any) -> KeyedIndex | str:
-    """Load an index. If that is impossible, return the reason, which is empty if there is no index."""
-    try:
-        if target.exists() and not target.is_file():
-            return "it is not a regular file"
-        with target.open("rb") as file:
-            line = file.readline(MAX_HEADER)
-            header = json.loads(line)
-            if header["version"] != VERSION or header["made_for"] != made_for:
-                return "it was made for other samples"
-            if header["stamp"] != list(stamp):
-                return "the file has changed since it was indexed"
-            arrays = _read_arrays(file, header["arrays"], os.fstat(file.fileno()).st_size - len(line))
-        body = [array.view(np.uint8) for array in arrays.values() if array.size]
-        if _checksum(body) != header["checksum"]:
-            return "it is damaged (wrong checksum)"
-        index = _index_of(header["fields"], arrays)
-        index.check(stamp[0], [name for name, _ in made_for[0]], made_for[1])
-    except OSError as error:
-        return "" if error.errno in (errno.ENOENT, errno.ENAMETOOLONG) else f"it cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
-        return f"it is damaged ({error})"
-    return index
+def differs(where: str, name: str, found: tuple[Any, Any], first: tuple[Any, Any]) -> FieldError:
+    """Return the error about a sample whose shape and dtype do not fit those of the first sample."""
+    return FieldError(
+        f"{where} has {found[1]} {list(found[0])} in {name!r}, but the first sample has {first[1]} {list(first[0])}: "
+        "samples may differ only in the length of the first axis"
+    )
 
 
-def _checksum(arrays: Sequence[np.ndarray]) -> int:
+Stamp = tuple[int, int, int]  # size and modification time of a file, and a checksum of pieces of it
+
+
+def stamps_with_bytes(files: Sequence[Path]) -> list[Stamp]:
+    """Return the stamps of files. Raises FileError if one is missing.
+
+    The checksum distinguishes files to which programs have given the same modification time.
+    """
+    with ThreadPoolExecutor(STAMP_THREADS) as pool:  # network file systems answer slowly
+        return list(pool.map(_stamp, files))
+
+
+def _stamp(path: Path) -> Stamp:
+    if not (stamp := stamp_of(path)):
+        raise FileError(f"{printable(path)}: no such file")
     checksum = 0
-    for array in arrays:
-        checksum = zlib.crc32(array.data, checksum)
-    return checksum
+    if path.is_file() and stamp[2]:
+        last = max(0, stamp[2] - LOOK_BYTES)
+        offsets = np.linspace(0, last, min(LOOKED_AT, last // LOOK_BYTES + 1)).astype(np.int64)
+        try:
+            with path.open("rb", buffering=0) as file:
+                for offset in offsets.tolist():
+                    checksum = zlib.crc32(os.pread(file.fileno(), LOOK_BYTES, offset), checksum)
+        except OSError as error:
+            raise FileError(f"{printable(path)}: cannot be read: {error.strerror}") from None
+    return stamp[2], stamp[3], checksum
 
 
-def _read_arrays(file: Any, listed: Any, num_bytes: int) -> dict[str, np.ndarray]:
-    """Read arrays with these names, dtypes and lengths, which must fill the rest of the file."""
-    kinds = [(str(name), np.dtype(str(kind)), int(length)) for name, kind, length in listed]
-    if any(kind.kind not in "biufS" or length < 0 for _, kind, length in kinds):
-        raise ValueError("impossible arrays")
-    if sum(kind.itemsize * length for _, kind, length in kinds) != num_bytes:
-        raise ValueError("cut short")
-    return {name: np.frombuffer(file.read(kind.itemsize * length), kind) for name, kind, length in kinds}
+class StoredIndex:
+    """The place of an index of files: next to them or, if that cannot be written, in the user's cache folder."""
 
+    def __init__(self, files: Sequence[Path], wanted: Wanted) -> None:
+        self._wanted, self.folder = wanted, Path(os.path.commonpath([file.parent for file in files]))
+        self.files = [os.path.relpath(file, self.folder) for file in files]
+        key = hashlib.sha256(json.dumps(wanted.made_for()).encode()).hexdigest()[:12]
+        one = files[0].name if len(files) == 1 else ""
+        name = f"{one}.h5chunk-index-{key}.npz"
+        place = hashlib.sha256(os.fsencode((self.folder / one).resolve())).hexdigest()[:16]
+        self._places = [self.folder / name, NO_OPTIONS.root / "indexes" / (place + name[len(one) :])]
 
-def _index_of(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> KeyedIndex:
-    made = {}
-    for name, (shape, dtype, chunked) in fields.items():
-        own = {array: arrays[f"{array}/{name}"] for array in ARRAYS}
-        if any(own[array].dtype != np.dtype(kind) for array, kind in ARRAYS.items()):
-            raise ValueError("impossible arrays")
-        made[name] = FieldIndex(tuple(map(int, shape)), np.dtype(str(dtype)), list(chunked), **own)
-    columns = {name.partition("/")[2]: array for name, array in arrays.items() if name.startswith("column/")}
-    if arrays["names"].dtype != np.uint8 or arrays["ends"].dtype != np.int64:
-        raise ValueError("impossible names")
-    return KeyedIndex(arrays["names"], arrays["ends"], made, columns)
+    def load(self) -> tuple[KeyedIndex | None, dict[str, Stamp]]:
+        """Load the index, and the stamps of the files that it covers. Warns if an index exists, but cannot be used."""
+        for place in self._places:
+            try:
+                return self._load(place)
+            except OSError as error:
+                missing = error.errno in (errno.ENOENT, errno.ENAMETOOLONG, errno.ENOTDIR)
+                reason = "" if missing else f"it cannot be read ({error.strerror})"
+            # the errors of json, zipfile and NumPy for damaged files
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ArithmeticError, EOFError,
+                    MemoryError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:  # fmt: skip
+                reason = f"it is damaged ({error})"
+            if reason:
+                warnings.warn(f"{printable(place)}: the index is rebuilt, because {reason}", stacklevel=5)
+        return None, {}
+
+    def _load(self, place: Path) -> tuple[KeyedIndex, dict[str, Stamp]]:
+        if place.exists() and not place.is_file():
+            raise OSError(errno.EISDIR, "it is not a regular file")
+        with place.open("rb") as file, zipfile.ZipFile(file) as members:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members.infolist()):
+                raise ValueError("compressed arrays")
+            file.seek(0)
+            arrays = dict(np.load(file, allow_pickle=False).items())
+        header = json.loads(arrays["header"].tobytes())
+        if header["version"] != VERSION or header["made_for"] != self._wanted.made_for():
+            raise ValueError("made for other samples")
+        fields = {}
+        for number, (name, dtype, chunked) in enumerate(header["fields"]):
+            own = {array: arrays[f"{number} {array}"] for array in ARRAYS}
+            if any(own[array].dtype != np.dtype(kind) for array, kind in ARRAYS.items()):
+                raise ValueError("impossible arrays")
+            if own["shapes"].shape[0] == 1:  # all samples have the same shape
+                own["shapes"] = np.broadcast_to(own["shapes"], (len(own["kinds"]), own["shapes"].shape[1]))
+            fields[name] = FieldIndex(np.dtype(str(dtype)), chunked, **own)
+        columns = {name: arrays[f"column {name}"] for name in self._wanted.attributes}
+        index = KeyedIndex(arrays["names"], arrays["ends"], fields, columns, arrays["starts"])
+        index.check(len(header["files"]), self._wanted)
+        if arrays["stamps"].shape != (len(header["files"]), 3):
+            raise ValueError("impossible stamps")
+        return index, dict(zip(map(str, header["files"]), map(tuple, arrays["stamps"].tolist()), strict=True))
+
+    def save(self, index: KeyedIndex, stamps: Mapping[str, Stamp]) -> None:
+        """Store an index atomically at the first place that can be written. Warns if there is none."""
+        header = {
+            "version": VERSION,
+            "made_for": self._wanted.made_for(),
+            "files": list(stamps),
+            "fields": [(name, field.dtype.str, field.chunked) for name, field in index.fields.items()],
+        }
+        arrays: dict[str, Any] = {
+            "header": np.frombuffer(json.dumps(header).encode(), np.uint8),
+            "stamps": np.array([*stamps.values()], np.int64),
+        }
+        arrays |= {"names": index.names, "ends": index.ends, "starts": index.starts}
+        arrays |= {f"column {name}": column for name, column in index.columns.items()}
+        for number, field in enumerate(index.fields.values()):
+            arrays |= {f"{number} {array}": getattr(field, array).astype(kind) for array, kind in ARRAYS.items()}
+            if (field.shapes == field.shapes[:1]).all():  # one row is enough
+                arrays[f"{number} shapes"] = arrays[f"{number} shapes"][:1]
+        problems = []
+        for place in self._places:
+            temporary = place.with_name(f"{secrets.token_hex(8)}.tmp")
+            try:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                if not os.access(place.parent, os.W_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                with temporary.open("xb") as file:
+                    np.savez(file, **arrays)
+                os.replace(temporary, place)
+            except OSError as error:
+                problems.append(f"{printable(place)} ({error.strerror})")
+                with suppress(OSError):
+                    temporary.unlink()
+            else:
+                return
+        warnings.warn(f"the index cannot be stored, and is rebuilt each time: {'; '.join(problems)}", stacklevel=5)

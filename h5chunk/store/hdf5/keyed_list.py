@@ -1,7 +1,7 @@
-"""List the samples of an HDF5 file in which each sample is a dataset, or a group of datasets.
+"""List the samples of HDF5 files in which each sample is a dataset, a group of datasets, or a whole file.
 
-Child processes, one per core, list ranges of samples. Each range is stored once it is listed, so that after a killed
-run only the other ranges are listed. A dataset that is stored like the first one needs only a few checks.
+Child processes, one per core, list ranges of samples. A dataset that is stored like the first one needs only a few
+checks. Two processes that open the same files at the same time both list them, and the index of the last one is kept.
 
 Source: https://github.com/h5py/h5py/issues/2425 and 2174, which report such files, and the rates of opening by name.
 """
@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from itertools import pairwise, product
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.machine import available_cores
-from h5chunk.store.hdf5.attributes import join_columns, read_attribute
+from h5chunk.store.hdf5.attributes import as_number, column_of, read_attribute
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import (
     ALL_FILTERS,
@@ -43,222 +42,287 @@ from h5chunk.store.hdf5.keyed_index import (
     THROUGH_HDF5,
     FieldIndex,
     KeyedIndex,
-    index_paths,
+    StoredIndex,
+    Wanted,
+    differs,
     joined,
-    load_index,
-    locked_folder,
-    remove_stale,
-    save_index,
-    stamp_with_bytes,
+    stamps_with_bytes,
 )
 from h5chunk.store.hdf5.open import follow, opened
+from h5chunk.store.hdf5.patterns import fill
 from h5chunk.store.hdf5.types import type_problem
 
 PART_SAMPLES = 5_000  # samples per range; a child process lists a range in about a second
+PART_FILES = 500  # files per range
 REPORTED = 1000  # number of samples between two reports of progress
 HEADER_BYTES = 4 << 10  # bytes after the start of an object header to search for a compact dataset's values
 
 Report = Callable[[int, "int | None"], None]  # called with the number of listed samples, and the total
+Say = Callable[[Any], None]  # sends a message from a child process: a file, or the number of listed samples
 
 
-def open_index(
-    path: Path, patterns: Mapping[str, str], attributes: Mapping[str, Any], trusted: bool, report: Report
-) -> KeyedIndex:
-    """Load the index of a file, or build it and store it next to the file or, if that is impossible, in a cache folder.
+class Keys(NamedTuple):
+    """Samples of one file."""
 
-    ``attributes`` maps names to the values of samples that lack the attribute, or to None. Raises FieldError if a
-    sample lacks a dataset, or an attribute without a default, or differs from the first sample in more than its length.
-    """
-    defaults = [[name, repr(value)] for name, value in attributes.items() if value is not None]
-    made_for = [[list(each) for each in patterns.items()], list(attributes), trusted, *([defaults] if defaults else [])]
-    stamp = stamp_with_bytes(path)
-    if not stamp:
-        raise FileError(f"{printable(path)}: no such file")
-    places = index_paths(path, made_for)
-    for place in places:
-        index = load_index(place, stamp, made_for)
-        if isinstance(index, KeyedIndex):
-            return index
-        if index:
-            warnings.warn(f"{printable(place)}: the index is rebuilt, because {index}", stacklevel=3)
-    with locked_folder(places) as store:
-        if store and isinstance(index := load_index(store[0], stamp, made_for), KeyedIndex):
-            return index  # another process has built it
-        options = _Options(path, patterns, attributes, trusted)
-        built = _build(options, stamp, made_for, store and store[1], report)
-        if store:
-            try:
-                save_index(*store, path, stamp, made_for, built)
-            except FileError as error:
-                warnings.warn(f"{error}, so it is rebuilt each time", stacklevel=3)
-            shutil.rmtree(store[1], ignore_errors=True)
-            remove_stale(path, stamp)
-    return built
-
-
-def list_samples(path: Path, patterns: Mapping[str, str], attributes: Sequence[str], report: Report) -> KeyedIndex:
-    """List the samples of a file like `open_index`, but store no index. Fields may also contain strings."""
-    options = _Options(path, patterns, dict.fromkeys(attributes), False, kinds="biufS")
-    return _build(options, stamp_with_bytes(path), [], None, report)
-
-
-class _Options(NamedTuple):
     path: Path
-    patterns: Mapping[str, str]
-    attributes: Mapping[str, Any]  # value of samples that lack the attribute, by name; None: raise an error
-    trusted: bool
-    kinds: str = "biuf"  # kinds of NumPy dtypes that a field may have
-
-    @property
-    def before(self) -> str:
-        """The group of the samples."""
-        return next(iter(self.patterns.values())).partition("*")[0].strip("/")
+    all_hard: bool  # whether all links on the paths of the samples are hard
+    keys: list[bytes]
 
 
-def _build(options: _Options, stamp: Any, made_for: Any, folder: Path | None, report: Report) -> KeyedIndex:
-    path, before = options.path, options.before
-    names, all_hard = in_child(lambda _: _list_names(path, before, options.trusted), lambda: printable(path))
-    if not names:
-        raise FieldError(f"{printable(path)}: no sample matches, because the group {before or '/'!r} is empty")
-    borders = [*range(0, len(names), PART_SAMPLES), len(names)]
-    done = dict.fromkeys(borders[:-1], 0)
+def open_index(files: Sequence[Path], wanted: Wanted, report: Report) -> KeyedIndex:
+    """Load the index of files, after listing those that are new or have changed, and storing the index with them.
 
-    def list_part(start: int, stop: int) -> KeyedIndex:
-        key = [*made_for, start, stop]
-        part = load_index(folder / f"{start}-{stop}", stamp, key) if folder else ""
-        if isinstance(part, KeyedIndex) and len(part) == stop - start:
-            say(start, stop - start)
-            return part
+    Raises FieldError if a sample lacks a dataset, or an attribute without a default, or differs from the first sample
+    in more than its length.
+    """
+    stored = StoredIndex(files, wanted)
+    stamps = dict(zip(stored.files, stamps_with_bytes(files), strict=True))
+    index, known = stored.load()
+    number_of = {name: number for number, name in enumerate(known)}
+    due = [name for name, stamp in stamps.items() if name not in known or known[name] != stamp]
+    if index is not None and not due:
+        return index.take([number_of[name] for name in stored.files])
+    if changed := [name for name in due if name in known]:
+        place = printable(stored.folder / changed[0])
+        which = "the file has" if len(changed) == 1 else f"this and {len(changed) - 1} other files have"
+        warnings.warn(f"{place}: the index is rebuilt, because {which} changed since it was indexed", stacklevel=4)
+    new = _list_files(stored.folder, due, wanted, report)
+    if dict(zip(stored.files, stamps_with_bytes(files), strict=True)) != stamps:
+        raise FileError(f"{printable(files[0])} or another file changed while it was indexed: try again")
+    others = [name for name in known if name not in stamps]
+    kept = [name for name in known if name in stamps and name not in {*due}]
+    try:
+        whole = _with(index, [number_of[name] for name in (*kept, *others)], new, wanted)
+    except FieldError:  # the others may be of another kind
+        whole, others = _with(index, [number_of[name] for name in kept], new, wanted), []
+    names = [*kept, *others, *due]
+    stored.save(whole, {name: stamps.get(name) or known[name] for name in names})
+    order = {name: number for number, name in enumerate(names)}
+    return whole.take([order[name] for name in stored.files])
 
-        def work(say_in_child: Callable[[Any], None]) -> KeyedIndex:
-            with limited_memory(path, options.trusted):
-                return _Lister(options, all_hard).list(names[start:stop], say_in_child)
 
-        part = in_child(work, lambda: printable(path), lambda count: say(start, count))
-        if folder:
-            with suppress(FileError):  # the part is only needed after a kill
-                save_index(folder / f"{start}-{stop}", folder, path, stamp, key, part)
-        return part
+def _with(index: KeyedIndex | None, files: Sequence[int], new: KeyedIndex, wanted: Wanted) -> KeyedIndex:
+    """Return the samples of some files of an index, followed by new ones."""
+    return joined([index.take(files), new] if index is not None and files else [new], wanted)
 
-    def say(start: int, count: int) -> None:
-        done[start] = count
-        report(sum(done.values()), len(names))
 
-    def differ(name: str, number: int, field: FieldIndex, model: FieldIndex) -> Exception:
-        where = f"{printable(path)}: sample {printable(names[number].decode())}"
-        return _differs(where, name, (field.shape, field.dtype), (model.shape, model.dtype))
+def list_samples(path: Path, wanted: Wanted, report: Report) -> KeyedIndex:
+    """List the samples of a file like `open_index`, but store no index."""
+    return _list_files(path.parent, [path.name], wanted, report)
+
+
+def _list_files(folder: Path, names: Sequence[str], wanted: Wanted, report: Report) -> KeyedIndex:
+    """List the samples of files in a folder, in child processes."""
+    if wanted.outer:
+        files = [folder / name for name in names]
+        keys = _in_child(partial(_list_keys, files, wanted), files[0])
+    else:  # each file is a sample, whose key is its path without the suffix
+        keys = [Keys(folder / name, True, [os.fsencode(os.path.splitext(name)[0])]) for name in names]
+    total = sum(len(each.keys) for each in keys)
+    if empty := [each.path for each in keys if not each.keys]:
+        before = wanted.outer.partition("*")[0].strip("/")
+        raise FieldError(f"{printable(empty[0])}: no sample matches, because the group {before or '/'!r} is empty")
+    parts = list(_parts(keys))
+    done = [0] * len(parts)
+
+    def list_part(number: int) -> KeyedIndex:
+        def note(count: int) -> None:
+            done[number] = count
+            report(sum(done), total)
+
+        return _in_child(partial(_list_part, parts[number], wanted), parts[number][0].path, note)
 
     with ThreadPoolExecutor(available_cores()) as pool:
-        futures = [pool.submit(list_part, *part) for part in pairwise(borders)]
+        futures = [pool.submit(list_part, number) for number in range(len(parts))]
         try:
-            parts = [future.result() for future in futures]
+            listed = joined([future.result() for future in futures], wanted)
         finally:
             for future in futures:
                 future.cancel()
-    if stamp_with_bytes(path) != stamp:
-        raise FileError(f"{printable(path)} changed while it was indexed: try again")
-    return joined(parts, differ)
+    return listed._replace(starts=np.cumsum([0, *(len(each.keys) for each in keys)]))
 
 
-def _list_names(path: Path, before: str, trusted: bool) -> tuple[list[bytes], bool]:
-    """Return the names in a group, and whether all are hard links."""
-    guard = Guard(path, trusted)
-    with limited_memory(path, trusted), opened(path) as file:
-        group = guard.find(file, before) if before else file["/"]
-        if not isinstance(group, h5py.Group):
-            raise FieldError(f"{printable(path)} has no group {before!r}: run h5chunk info to list its datasets")
-        names: list[bytes] = []
-        kinds: set[int] = set()
+def _in_child(work: Callable[[Say], Any], first: Path, note: Callable[[int], None] = lambda _: None) -> Any:
+    """Run ``work`` in a child process, which says each file that it opens, and how many samples are listed."""
+    reached = [first]
 
-        def note(name: bytes, link: Any) -> None:
-            names.append(name)
-            kinds.add(link.type)
+    def listen(message: Any) -> None:
+        if isinstance(message, Path):
+            reached[0] = message
+        else:
+            note(message)
 
-        group.id.links.iterate(note, info=True)
+    return in_child(work, lambda: printable(reached[0]), listen)
+
+
+def _parts(keys: Sequence[Keys]) -> Iterator[list[Keys]]:
+    """Divide the samples of all files into parts, each with some samples of a large file, or with several files."""
+    part: list[Keys] = []
+    for each in keys:
+        for start in range(0, len(each.keys), PART_SAMPLES):
+            own = each._replace(keys=each.keys[start : start + PART_SAMPLES])
+            if part and (
+                len(part) == PART_FILES or sum(len(other.keys) for other in part) + len(own.keys) > PART_SAMPLES
+            ):
+                yield part
+                part = []
+            part.append(own)
+    yield part
+
+
+def _list_keys(files: Sequence[Path], wanted: Wanted, say: Say) -> list[Keys]:
+    """Return the keys of the samples of each file, sorted by their names."""
+    groups = [group.strip("/") for group in wanted.outer.split("*")[:-1]]  # before each *
+    found = []
+    for path in files:
+        say(path)
+        guard = Guard(path, wanted.trusted)
+        with limited_memory(path, wanted.trusted), opened(path) as file:
+            names: list[bytes] = []
+            kinds = {h5py.h5l.TYPE_HARD}
+            _walk(file["/"], groups, b"", guard, names, kinds)
+        found.append(Keys(path, kinds == {h5py.h5l.TYPE_HARD}, names))
+    return found
+
+
+def _walk(start: h5py.Group, groups: list[str], key: bytes, guard: Guard, keys: list[bytes], kinds: set[int]) -> None:
+    """Append the keys of samples in the group ``groups[0]`` below another group, whose own key is ``key``."""
+    group = guard.find(start, groups[0]) if groups[0] else start
+    where = "/".join(filter(None, (start.name.strip("/"), groups[0])))
+    if not isinstance(group, h5py.Group):
+        raise FieldError(f"{printable(guard.path)} has no group {where!r}: run h5chunk info to list its datasets")
+    names: list[bytes] = []
+
+    def note(name: bytes, link: Any) -> None:
+        names.append(name)
+        kinds.add(link.type)
+
+    group.id.links.iterate(note, info=True)
     for name in names:
         try:
-            name.decode()
+            text = name.decode()
         except UnicodeDecodeError:
-            raise FieldError(f"{printable(path)}: the name {name!r} in {before!r} is not UTF-8: rename it") from None
-    return names, kinds == {h5py.h5l.TYPE_HARD}
+            raise FieldError(
+                f"{printable(guard.path)}: the name {name!r} in {where!r} is not UTF-8: rename it"
+            ) from None
+        if not groups[1:]:
+            keys.append(key + name)
+        elif isinstance(below := guard.find(group, text), h5py.Group):  # other objects have no samples
+            _walk(below, groups[1:], key + name + b"/", guard, keys, kinds)
 
 
-def _differs(where: str, name: str, found: tuple[Any, Any], first: tuple[Any, Any]) -> FieldError:
-    return FieldError(
-        f"{where} has {found[1]} {list(found[0])} in {name!r}, but the first sample has {first[1]} {list(first[0])}: "
-        "samples may differ only in the length of the first axis"
+def _list_part(part: Sequence[Keys], wanted: Wanted, say: Say) -> KeyedIndex:
+    """List the samples of a part."""
+    fields = {name: _FieldLister(name, wanted.kinds) for name in wanted.patterns}
+    values: dict[str, list[Any]] = {name: [] for name in wanted.attributes}
+    done = 0
+    for path, all_hard, keys in part:
+        say(path)
+        with limited_memory(path, wanted.trusted), opened(path) as file:
+            lister = _Lister(file, wanted, all_hard)
+            for field in fields.values():
+                field.enter(file, lister.guard)
+            for key in keys:
+                lister.add(key.decode("utf-8", "surrogateescape"), fields, values)
+                done += 1
+                if done % REPORTED == 0:
+                    say(done)
+    say(done)
+    keys, names = [key for each in part for key in each.keys], next(iter(fields.values())).names
+    try:
+        columns = {name: column_of(name, own, wanted.attributes[name], names) for name, own in values.items()}
+    except FieldError as error:
+        first = printable(part[0].path)
+        raise FieldError(f"{'' if str(error).startswith(first) else f'{first}: '}{error}") from None
+    return KeyedIndex(
+        np.frombuffer(b"".join(keys), np.uint8),
+        np.cumsum([len(key) for key in keys]),
+        {name: field.index() for name, field in fields.items()},
+        columns,
+        np.cumsum([0, *(len(each.keys) for each in part)]),
     )
 
 
 class _Lister:
-    def __init__(self, options: _Options, all_hard: bool) -> None:
-        self._path, self._before, self._all_hard = options.path, options.before, all_hard
-        self._guard, self._kinds = Guard(options.path, options.trusted), options.kinds
-        self._inner = {name: pattern.partition("*")[2].strip("/") for name, pattern in options.patterns.items()}
-        self._defaults = options.attributes
-        self._columns: dict[str, list[Any]] = {name: [] for name in options.attributes}
+    """Opens the datasets of the samples of one file, and reads their attributes."""
 
-    def list(self, names: Sequence[bytes], say: Callable[[int], None]) -> KeyedIndex:
-        labels: list[str] = []
-        with opened(self._path) as file:
-            self._group: Any = self._guard.find(file, self._before) if self._before else file["/"]
-            fields = {name: _FieldLister(file, self._guard, name, self._kinds) for name in self._inner}
-            for number, key in enumerate(names):
-                sample = printable(f"{self._before}/{key.decode()}".lstrip("/"))
-                labels.append(f"{printable(self._path)}: sample {sample}")
-                self._add(key.decode(), labels[-1], fields)
-                if number % REPORTED == REPORTED - 1:
-                    say(number + 1)
-        say(len(names))
-        columns = {name: self._column(name, values) for name, values in self._columns.items()}
-        blob, ends = np.frombuffer(b"".join(names), np.uint8), np.cumsum([len(name) for name in names])
-        return KeyedIndex(blob, ends, {name: field.index(labels) for name, field in fields.items()}, columns)
+    def __init__(self, file: h5py.File, wanted: Wanted, all_hard: bool) -> None:
+        self._file, self._wanted, self._all_hard = file, wanted, all_hard
+        self.guard = Guard(file.filename, wanted.trusted)
+        self._inner = wanted.inner
+        self._segments = wanted.outer.split("*")
+        self._folder: tuple[str, Any] = "", file["/"].id  # the group that has the latest sample
+        self._above: dict[str, Any] = {}  # attributes of the groups above the latest sample, by name
 
-    def _add(self, key: str, where: str, fields: Mapping[str, _FieldLister]) -> None:
-        item = h5py.h5o.open(self._group.id, key.encode()) if self._all_hard else self._find(self._group, key)
+    def add(self, key: str, fields: Mapping[str, _FieldLister], values: Mapping[str, list[Any]]) -> None:
+        """Add the datasets of a sample to ``fields``, and its attributes to ``values``."""
+        path, item = "", self._file["/"].id
+        if len(self._segments) > 1:
+            path = fill(self._wanted.outer, key)
+            folder, _, name = path.rpartition("/")
+            if folder != self._folder[0]:
+                group = self.guard.find(self._file, folder)
+                self._folder, self._above = (folder, None if group is None else group.id), {}
+            item = (
+                h5py.h5o.open(self._folder[1], name.encode()) if self._all_hard else self._find(self._folder[1], name)
+            )
+        where = f"{printable(self.guard.path)}{': sample ' if path else ''}{printable(path)}"
         owners = [item]  # the objects that may have the attributes
-        for name, inner in self._inner.items():
+        for field, inner in self._inner.items():
             dataset = self._find(item, inner) if inner else item
             if not isinstance(dataset, h5py.h5d.DatasetID):
                 raise FieldError(f"{where} has no dataset {inner!r}: all samples must have the same datasets")
-            fields[name].add(dataset, where)
+            fields[field].add(dataset, where)
             owners.append(dataset)
-        for name, values in self._columns.items():
+        for name, own in values.items():
+            default = self._wanted.attributes[name]
             owner = next((each for each in owners if h5py.h5a.exists(each, name.encode())), None)
-            default = self._defaults[name] if owner is None else None
-            if default is None:
-                values.append(read_attribute(owner or item, name, where, FieldError))
-            else:
-                values.append(default.encode() if isinstance(default, str) else default)
+            if owner is not None:
+                own.append(as_number(read_attribute(owner, name, where, FieldError), default, name, where))
+                continue
+            if name not in self._above:
+                self._above[name] = self._of_groups(name, where) if path else None
+            if self._above[name] is None and default is None:
+                read_attribute(item, name, where, FieldError)  # raises the error
+            own.append(self._above[name])
+
+    def _of_groups(self, name: str, where: str) -> Any:
+        """Return an attribute of the nearest group above the latest sample that has it; None if there is none."""
+        parts = self._folder[0].split("/") if self._folder[0] else []
+        for number in range(len(parts), -1, -1):
+            group = self.guard.find(self._file, "/".join(parts[:number]) or "/")
+            if group is not None and h5py.h5a.exists(group.id, name.encode()):
+                value = read_attribute(group.id, name, where, FieldError)
+                return as_number(value, self._wanted.attributes[name], name, where)
+        return None
 
     def _find(self, start: Any, path: str) -> Any:
-        item = follow(start.id if isinstance(start, h5py.Group) else start, path)
-        if item is None and isinstance(start, (h5py.Group, h5py.h5g.GroupID)):  # the path may contain a link
-            group = start if isinstance(start, h5py.Group) else h5py.Group(start)
-            target = self._guard.find(group, path)
+        item = follow(start, path)
+        if item is None and isinstance(start, h5py.h5g.GroupID):  # the path may contain a link
+            target = self.guard.find(h5py.Group(start), path)
             item = None if target is None else target.id
         return item
 
-    def _column(self, name: str, values: Sequence[Any]) -> np.ndarray:
-        try:
-            column = join_columns(name, [np.array([value]) for value in values])
-        except FieldError as error:
-            raise FieldError(f"{printable(self._path)}: {error}") from None
-        return column.astype("S1") if column.dtype.itemsize == 0 else column
-
 
 class _FieldLister:
-    def __init__(self, file: h5py.File, guard: Guard, name: str, kinds: str) -> None:
-        self._file, self._guard, self._name, self._of_values = file, guard, name, kinds
-        self._file_bytes = file.id.get_filesize()
-        self._has_block = bool(file.userblock_size)
+    """Lists the blocks of the datasets of one field."""
+
+    def __init__(self, name: str, kinds: str) -> None:
+        self._name, self._of_values = name, kinds
         self._first: tuple[Any, tuple[int, ...], np.dtype] | None = None  # type, shape, dtype
         self._kinds: list[tuple[Any, list[Any]]] = []  # creation properties, and description
         self._kinds_of: dict[tuple[int, ...], list[int]] = defaultdict(list)  # numbers of kinds, from 1, by chunk shape
         self._stored_here = True
-        self._lengths: list[int] = []
-        self._places: list[tuple[int, int]] = []  # place and kind
-        self._chunks: list[tuple[int, int, int, int]] = []  # offset, size, filter mask and sample
+        self._shapes: list[tuple[int, ...]] = []
+        self._places: list[tuple[int, int, int]] = []  # kind, number of blocks, and size of the file
+        self._blocks: list[tuple[int, int, int]] = []  # offset, size and filter mask
+        self.names: list[str] = []  # of the samples, in messages
+
+    def enter(self, file: h5py.File, guard: Guard) -> None:
+        """Continue with the datasets of another file."""
+        self._file, self._guard = file, guard
+        self._file_bytes = file.id.get_filesize()
+        self._has_block = bool(file.userblock_size)
 
     def add(self, dataset: Any, where: str) -> None:
         """Add the next sample."""
@@ -266,49 +330,59 @@ class _FieldLister:
         if self._first is None:
             self._check(dataset, where)
             number = h5py.Dataset(dataset)
-            self._first = dataset.get_type(), shape, number.dtype.newbyteorder("=")
+            self._first = dataset.get_type().copy(), shape, number.dtype.newbyteorder("=")
             self._stored_here = number.dtype.kind in "biuf" and is_stored_as(number, self._first[2])
             if self._first[2].kind not in self._of_values:
                 raise FieldError(f"{where}: {self._name!r} {type_problem(number.dtype)}, or leave the field out")
         kind, first, dtype = self._first
         if dataset.get_type() != kind or len(shape) != len(first) or shape[1:] != first[1:]:
             self._check(dataset, where)
-            raise _differs(where, self._name, (shape, h5py.Dataset(dataset).dtype), (first, dtype))
-        self._lengths.append(shape[0] if shape else 1)
-        self._places.append(self._place(dataset, shape, where))
+            raise differs(where, self._name, (shape, h5py.Dataset(dataset).dtype), (first, dtype))
+        self._shapes.append(shape)
+        self.names.append(where)
+        kind, blocks = self._stored(dataset, shape, where)
+        self._blocks += blocks
+        self._places.append((kind, len(blocks), self._file_bytes))
 
-    def index(self, names: Sequence[str]) -> FieldIndex:
-        """Return the index of all samples that were added. ``names`` are their names in messages."""
+    def index(self) -> FieldIndex:
+        """Return the index of all samples that were added."""
         assert self._first is not None
-        places = np.array(self._places, np.int64).reshape(-1, 2)
-        listed = np.array(self._chunks, np.int64).reshape(-1, 4)
-        self._check_chunks(listed, places[listed[:, 3], 1], names)
-        offsets, sizes, masks, _ = listed.T
-        lengths, kinds = np.array(self._lengths, np.int64), places[:, 1].astype(np.int32)
-        chunked = [kind for _, kind in self._kinds]
-        chunks = offsets.copy(), sizes.copy(), masks.astype(np.uint32)
-        return FieldIndex(self._first[1], self._first[2], chunked, lengths, places[:, 0].copy(), kinds, *chunks)
+        kinds, counts, file_bytes = np.array(self._places, np.int64).T
+        blocks = np.array(self._blocks, np.int64).reshape(-1, 3)
+        self._check_blocks(blocks, np.repeat(np.arange(len(counts)), counts), kinds, file_bytes)
+        offsets, sizes, masks = blocks.T
+        return FieldIndex(
+            self._first[2],
+            [kind for _, kind in self._kinds],
+            np.array(self._shapes, np.int64).reshape(len(kinds), -1),
+            kinds.astype(np.int32),
+            np.cumsum(counts) - counts,
+            offsets.copy(),
+            sizes.copy(),
+            masks.astype(np.uint32),
+        )
 
     def _check(self, dataset: Any, where: str) -> None:
         if dataset.shape is None or is_variable(dataset.get_type()):
             problem = "is empty" if dataset.shape is None else type_problem(h5py.Dataset(dataset).dtype)
             raise FieldError(f"{where}: {self._name!r} {problem}; or leave the field out")
-        self._guard.check_field(h5py.Dataset(dataset), where.partition(": sample ")[2])
+        name = h5py.h5i.get_name(dataset) or b""
+        self._guard.check_field(h5py.Dataset(dataset), name.decode("utf-8", "backslashreplace").lstrip("/"))
         check_chunks(h5py.Dataset(dataset))
 
-    def _place(self, dataset: Any, shape: tuple[int, ...], where: str) -> tuple[int, int]:
-        """Return the place and kind of a sample. Raises FileError if it extends beyond the end of the file."""
+    def _stored(self, dataset: Any, shape: tuple[int, ...], where: str) -> tuple[int, list[tuple[int, int, int]]]:
+        """Return the kind and the blocks of a sample. Raises FileError if it extends beyond the end of the file."""
         if not self._stored_here:
             self._check(dataset, where)
-            return 0, THROUGH_HDF5
+            return THROUGH_HDF5, []
         num_bytes = math.prod(shape) * self._first[2].itemsize if self._first else 0
         if not num_bytes:
-            return 0, CONTIGUOUS
+            return CONTIGUOUS, []
         offset = dataset.get_offset() if not self._has_block or dataset.get_storage_size() else None
         if offset is not None:
             if not 0 <= offset <= self._file_bytes - num_bytes:
                 raise FileError(f"{where} is damaged: {self._name!r} extends beyond the end of the file")
-            return offset, CONTIGUOUS
+            return CONTIGUOUS, [(offset, num_bytes, 0)]
         properties = dataset.get_create_plist()
         layout = properties.get_layout()
         if layout == h5py.h5d.CHUNKED and not (self._has_block and leaves_out_user_block()):
@@ -316,17 +390,19 @@ class _FieldLister:
         self._check(dataset, where)
         if layout == h5py.h5d.COMPACT and not self._has_block:
             return self._compact(dataset)
-        return 0, THROUGH_HDF5
+        return THROUGH_HDF5, []
 
-    def _compact(self, dataset: Any) -> tuple[int, int]:
+    def _compact(self, dataset: Any) -> tuple[int, list[tuple[int, int, int]]]:
         """Find the values of a dataset in its object header. Any place with equal bytes is suitable."""
         values = np.empty(dataset.shape, self._first[2]) if self._first else np.empty(0)
         dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
         start = int(h5py.h5g.get_objinfo(dataset).objno[0])
         found = os.pread(self._file.id.get_vfd_handle(), values.nbytes + HEADER_BYTES, start).find(values.tobytes())
-        return (0, THROUGH_HDF5) if found < 0 else (start + found, CONTIGUOUS)
+        return (THROUGH_HDF5, []) if found < 0 else (CONTIGUOUS, [(start + found, values.nbytes, 0)])
 
-    def _chunked(self, dataset: Any, shape: tuple[int, ...], properties: Any, where: str) -> tuple[int, int]:
+    def _chunked(
+        self, dataset: Any, shape: tuple[int, ...], properties: Any, where: str
+    ) -> tuple[int, list[tuple[int, int, int]]]:
         chunk = properties.get_chunk()  # H5Pequal does not compare its last axis
         alike = self._kinds_of[chunk]
         kind = next((number for number in alike if properties.equal(self._kinds[number - 1][0])), None)
@@ -344,15 +420,13 @@ class _FieldLister:
         if kind is None or not fits:
             self._check(dataset, where)
         if not fits:
-            return 0, THROUGH_HDF5  # chunks were never written, or are listed wrongly
+            return THROUGH_HDF5, []  # chunks were never written, or are listed wrongly
         kind = kind or self._add_kind(h5py.Dataset(dataset), properties)
         if self._kinds[kind - 1][1][1][0]:  # filter masks do not show that partial chunks have no filters
             for start in starts:
                 if any(at + step > side for at, step, side in zip(start, chunk, shape, strict=True)):
                     found[start] = *found[start][:2], ALL_FILTERS
-        sample = len(self._lengths) - 1
-        self._chunks += [(*found[start], sample) for start in starts]
-        return len(self._chunks) - len(starts), kind
+        return kind, [found[start] for start in starts]
 
     def _add_kind(self, dataset: h5py.Dataset, properties: Any) -> int:
         filters = [[*properties.get_filter(number)[:1], list(properties.get_filter(number)[2])]
@@ -362,22 +436,23 @@ class _FieldLister:
         self._kinds_of[properties.get_chunk()].append(len(self._kinds))
         return len(self._kinds)
 
-    def _check_chunks(self, chunks: np.ndarray, kinds: np.ndarray, names: Sequence[str]) -> None:
-        """Raise FileError if a chunk has an impossible size, overlaps another or extends beyond the end of the file.
+    def _check_blocks(self, blocks: np.ndarray, samples: np.ndarray, kinds: np.ndarray, file_bytes: np.ndarray) -> None:
+        """Raise FileError if a block has an impossible size, overlaps another or extends beyond the end of its file.
 
-        ``chunks``, (n, 4), has the offset, size, filter mask and sample of each chunk, and ``kinds``, (n,), its kind.
+        ``blocks``, (n, 3), has the offset, size and filter mask of each block, and ``samples``, (n,), its sample.
+        ``kinds`` and ``file_bytes``, (samples,), are the kind of each sample, and the size of its file.
         """
-        offsets, sizes, masks, samples = chunks.T
-        wrong = [np.flatnonzero(offsets + sizes > self._file_bytes)]
+        offsets, sizes, masks = blocks.T
+        wrong = [np.flatnonzero(offsets + sizes > file_bytes[samples])]
         order = np.lexsort((offsets, samples))
         after, ends = order[1:], (offsets + sizes)[order[:-1]]
         wrong.append(after[(samples[after] == samples[order[:-1]]) & (offsets[after] < ends)])
         for number, (properties, (chunk, _)) in enumerate(self._kinds, 1):
-            own = np.flatnonzero(kinds == number)
+            own = np.flatnonzero(kinds[samples] == number)
             chunk_bytes = math.prod(chunk) * (self._first[2].itemsize if self._first else 0)
             wrong.append(own[impossible_sizes(properties, chunk_bytes, sizes[own], masks[own])])
         for first in np.concatenate(wrong)[:1].tolist():
             raise FileError(
-                f"{names[samples[first]]} is damaged: {self._name!r} has a chunk of {sizes[first]} bytes at "
+                f"{self.names[samples[first]]} is damaged: {self._name!r} has a chunk of {sizes[first]} bytes at "
                 f"{offsets[first]}, which is impossible"
             )

@@ -35,13 +35,17 @@ class Pattern(NamedTuple):
 
     @property
     def samples(self) -> str:
-        """The path up to the name with the last ``*``, which is what the samples have in common."""
-        return "/".join(self.names[: self.stars[-1] + 1])
+        """The path up to the name with the last ``*``, which all samples have in common; empty without ``*``."""
+        return "/".join(self.names[: self._end])
 
     @property
     def after(self) -> str:
         """The path of the dataset within a sample; empty if the sample is the dataset itself."""
-        return "/".join(self.names[self.stars[-1] + 1 :])
+        return "/".join(self.names[self._end :])
+
+    @property
+    def _end(self) -> int:
+        return self.stars[-1] + 1 if self.stars else 0
 
 
 class Match(NamedTuple):
@@ -74,7 +78,7 @@ def parse(argument: str, paths: Mapping[str, str]) -> dict[str, Pattern]:
 
 
 def parse_samples(argument: str, paths: str | Sequence[str] | Mapping[str, str]) -> dict[str, Pattern]:
-    """Split paths of datasets, each of which has one ``*``, as `parse` does. They differ only after the ``*``.
+    """Split paths of datasets as `parse` does. They differ only after the last ``*``, and a name with ``*`` is no more.
 
     If ``paths`` has no names, a field is named after the path that follows ``*``, with ``_`` instead of ``/``. Without
     such a path it is named after the group.
@@ -84,22 +88,29 @@ def parse_samples(argument: str, paths: str | Sequence[str] | Mapping[str, str])
     found: dict[str, Pattern] = {}
     for key, path in zip(keys, listed.values() if isinstance(listed, Mapping) else listed, strict=True):
         pattern = parse(argument, {"": str(path)})[""]
-        if [pattern.names[number] for number in pattern.stars] != [STAR]:
-            raise OptionError(
-                f"{argument} has {str(path)!r}: use a path with one * in place of a name, as in 'traces/*/data' (if "
-                "each file is one sample, h5chunk.Patches reads its datasets)"
-            )
+        if any(pattern.names[number] != STAR for number in pattern.stars):
+            raise OptionError(f"{argument} has {str(path)!r}: use a * in place of a whole name, as in 'traces/*/data'")
         name = pattern.after.replace("/", "_") or pattern.before.rpartition("/")[2] or "data"
         name = key if isinstance(key, str) else name
         if name in found or pattern.samples != next(iter(found.values()), pattern).samples:
             text = ", ".join(map(str, listed.values() if isinstance(listed, Mapping) else listed))
             raise OptionError(
-                f"{argument} is {text}: use patterns that differ only after the *, and a different field name for each"
+                f"{argument} is {text}: use patterns that differ only after the last *, and another name for each field"
             )
         found[name] = pattern
     if not found:
         raise OptionError(f"{argument} is empty: pass at least one pattern")
     return found
+
+
+def fill(pattern: str, key: str) -> str:
+    """Return the path of a sample: a pattern with the parts of its key in place of each ``*``.
+
+    >>> fill("images/*/*/pixels", "cat/0001")
+    'images/cat/0001/pixels'
+    """
+    parts = iter(key.split("/"))
+    return "".join(next(parts) if part == STAR else part for part in re.split(r"(\*)", pattern))
 
 
 def find_matches(file: h5py.File, guard: Guard, pattern: Pattern) -> list[Match]:

@@ -6,7 +6,8 @@ import math
 import os
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -15,20 +16,22 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, names_text, printable
+from h5chunk.errors import FieldError, FileError, names_text, printable, shown
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as
 from h5chunk.store.hdf5.codecs import ChunkDecoder, DecodeError, NoDecoder, scratch
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.keyed_index import CONTIGUOUS, THROUGH_HDF5, KeyedIndex
+from h5chunk.store.hdf5.keyed_index import CONTIGUOUS, THROUGH_HDF5, KeyedIndex, Wanted
 from h5chunk.store.hdf5.open import open_file, opened, translate_errors
-from h5chunk.store.hdf5.ranges import PART_BYTES, ReadTask, read_bytes, row_tasks, vector_tasks
+from h5chunk.store.hdf5.patterns import fill
+from h5chunk.store.hdf5.ranges import PART_BYTES, ReadTask, open_descriptor, read_bytes, row_tasks, vector_tasks
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.fields import Field
+from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.ragged import SeriesField
 from h5chunk.store.read.source import Computed, Source
 
@@ -41,28 +44,42 @@ def _describe(path: Path, name: str, pattern: str, index: KeyedIndex, chunk_samp
         raise FieldError(f"{printable(path)}: {name!r} has no values in any sample: leave it out")
     if field.is_ragged:
         total = int(field.lengths.sum()) * field.step_items
-        where = name, pattern, len(index), total, chunk_samples, False
+        where = name, pattern, index.num_samples, total, chunk_samples, False
         return SeriesField(*where, step_shape=field.shape[1:], value_dtype=field.dtype)
-    shape = len(index), *field.shape
+    shape = index.num_samples, *field.shape
     return Field(name, pattern, ChunkGrid(shape, None, field.dtype.itemsize, False), field.dtype)
 
 
 class KeyedReader(Source):
-    """A source whose samples are the datasets that match ``patterns``, in the order of their names in ``index``."""
+    """A source whose samples are the datasets that match ``patterns``, in the order of ``index``.
 
-    def __init__(self, path: Path, patterns: Mapping[str, str], index: KeyedIndex, *, trusted: bool) -> None:
+    ``files`` is the file at ``path``, or the files in the folder ``path`` of which each is a sample. The latter are
+    opened whenever they are read.
+    """
+
+    def __init__(
+        self, path: Path, files: Sequence[Path], patterns: Mapping[str, str], index: KeyedIndex, *, trusted: bool
+    ) -> None:
         ragged = [name for name, field in index.fields.items() if field.is_ragged]
         if len(ragged) > 1:
             raise FieldError(
                 f"{printable(path)}: {names_text(map(repr, ragged))} differ in length between samples, but only "
                 "one such field is supported: leave out the others"
             )
-        self.index, self.patterns = index, dict(patterns)
+        self.index, self.patterns, self._files = index, dict(patterns), tuple(files)
+        self.are_samples = not any("*" in pattern for pattern in patterns.values())  # whether each file is a sample
+        self._stamps = [stamp_of(file) for file in files]
         total = sum(int(field.sample_bytes().sum()) for field in index.fields.values())
-        chunk_samples = good_chunk_samples(len(index), total // len(index))
+        chunk_samples = good_chunk_samples(index.num_samples, total // index.num_samples)
         fields = {name: _describe(path, name, patterns[name], index, chunk_samples) for name in index.fields}
         super().__init__(
-            path, fields, len(index), stamp=stamp_of(path), trusted=trusted, checksums=OFF, chunk_samples=chunk_samples
+            path,
+            fields,
+            index.num_samples,
+            stamp=stamp_of(path),
+            trusted=trusted,
+            checksums=OFF,
+            chunk_samples=chunk_samples,
         )
         self._file: tuple[int, Any] = (0, None)  # the process that has opened the file, and the file
         self._lock = threading.Lock()
@@ -95,22 +112,73 @@ class KeyedReader(Source):
 
     def dataset_of(self, name: str, number: int) -> str:
         """Return the path of a sample's dataset."""
-        return self.patterns[name].replace("*", self.index.name(number))
+        return fill(self.patterns[name], self.index.name(number))
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return self._files
+
+    def file_of(self, number: int) -> Path:
+        """Return the file of a sample."""
+        return self._files[number if self.are_samples else 0]
+
+    def datasets_of(self, field: str) -> list[tuple[Path, str]]:
+        if self.are_samples:
+            return [(file, self.patterns.get(field, field)) for file in self._files]
+        return super().datasets_of(field)
+
+    def check_unchanged(self, descriptor: int | None = None) -> None:
+        """Raise FileError if the file was changed. Files that are samples are checked whenever they are read."""
+        if not self.are_samples:
+            super().check_unchanged(descriptor)
+
+    @contextmanager
+    def descriptor_of(self, number: int, descriptor: int) -> Iterator[int]:
+        """Open the file of a sample in a context, unless all samples are in the file of ``descriptor``.
+
+        Raises FileError if the file was changed.
+        """
+        if not self.are_samples:
+            yield descriptor
+            return
+        opened = open_descriptor(self._files[number])
+        try:
+            self._check(number, stamp_of(opened))
+            yield opened
+        finally:
+            os.close(opened)
+
+    def _check(self, number: int, stamp: tuple[int, ...]) -> None:
+        if stamp != self._stamps[number]:
+            raise FileError(
+                f"{printable(self._files[number])}: the file was replaced or changed since it was first opened: open "
+                "the data set again"
+            )
+
+    @contextmanager
+    def _opened(self, number: int) -> Iterator[h5py.File]:
+        """Open the file of a sample with HDF5 in a context. A file that has all samples stays open."""
+        if self.are_samples:
+            self._check(number, stamp_of(self._files[number]))
+            with opened(self._files[number]) as file:
+                yield file
+            return
+        if self._file[0] != os.getpid():
+            self._file = os.getpid(), open_file(self.path)
+        with translate_errors(self.path):
+            yield self._file[1]
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
         """Read samples of a field through HDF5."""
         field = self.index.fields[name]
-        with self._lock, translate_errors(self.path):
-            if self._file[0] != os.getpid():
-                self._file = os.getpid(), open_file(self.path)
-            file = self._file[1]
+        with self._lock:
             for position, row in enumerate(rows.tolist()):
                 path = self.dataset_of(name, row)
-                dataset = Guard(self.path, self.trusted).find(file, path)
-                shape = (int(field.lengths[row]), *field.shape[1:]) if field.shape else ()
-                if not isinstance(dataset, h5py.Dataset) or dataset.shape != shape:
-                    raise FileError(f"{printable(self.path)}: {path!r} {OUTDATED}")
-                values = dataset[()]
+                with self._opened(row) as file:
+                    dataset = Guard(self.file_of(row), self.trusted).find(file, path)
+                    if not isinstance(dataset, h5py.Dataset) or dataset.shape != tuple(field.shapes[row].tolist()):
+                        raise FileError(f"{printable(self.file_of(row))}: {path!r} {OUTDATED}")
+                    values = dataset[()]
                 if isinstance(out, CsrBuffers):
                     start = int(out.starts[position])
                     out.indices[start : start + values.size] = values.reshape(-1)
@@ -130,6 +198,22 @@ class KeyedReader(Source):
         self.__dict__.update(state, _lock=threading.Lock())
 
 
+def keyed_source(files: Sequence[Path], wanted: Wanted, index: KeyedIndex) -> Source:
+    """Return a source of the samples in ``index``, which covers these files in this order."""
+    if not wanted.outer:
+        folder = Path(os.path.commonpath([file.parent for file in files]))
+        return KeyedReader(folder, files, wanted.patterns, index, trusted=wanted.trusted)
+    parts = [index.take([number]) for number in range(len(files))]
+    for name, field in index.fields.items():
+        for part in parts:
+            part.fields[name].varies = field.is_ragged
+    readers = [
+        KeyedReader(file, [file], wanted.patterns, part, trusted=wanted.trusted)
+        for file, part in zip(files, parts, strict=True)
+    ]
+    return readers[0] if len(files) == 1 else FileSet(readers, Path(f"{shown(files[0])} and {len(files) - 1} more"))
+
+
 class KeyedBytes(ByteReader):
     """A byte-range reader of one field of samples that are datasets.
 
@@ -142,10 +226,14 @@ class KeyedBytes(ByteReader):
         self.name, self._reader, self._field = name, reader, reader.index.fields[name]
         field = self._field
         self._sizes = field.sample_bytes()
+        with_blocks = field.num_blocks() > 0
+        self._places = np.zeros(len(with_blocks), np.int64)  # the offset of each sample's first block
+        self._places[with_blocks] = field.offsets[field.first[with_blocks]]
         self.num_bytes = int(self._sizes.sum())
         if not field.is_ragged:
             self.row_bytes = int(self._sizes[0])
-        self.reads_rows = not field.is_ragged and bool((field.kinds == CONTIGUOUS).all())
+        are_plain = bool((field.kinds == CONTIGUOUS).all()) and not reader.are_samples
+        self.reads_rows = not field.is_ragged and are_plain
         if (field.kinds == THROUGH_HDF5).all():
             raise NotDirect("its type, filters or layout need HDF5")
         self._decoders = self._find_decoders()
@@ -157,12 +245,13 @@ class KeyedBytes(ByteReader):
         if self._field.chunked:
             kinds, firsts = np.unique(self._field.kinds, return_index=True)
             sample_of = dict(zip(kinds.tolist(), firsts.tolist(), strict=True))
-            with opened(self._reader.path) as file:
-                for number, (chunk, _) in enumerate(self._field.chunked, 1):
-                    path = self._reader.dataset_of(self.name, sample_of.get(number, 0))
-                    dataset = Guard(self._reader.path, self._reader.trusted).find(file, path)
+            for number, (chunk, _) in enumerate(self._field.chunked, 1):
+                sample = sample_of.get(number, 0)
+                path, where = self._reader.dataset_of(self.name, sample), self._reader.file_of(sample)
+                with opened(where) as file:
+                    dataset = Guard(where, self._reader.trusted).find(file, path)
                     if not isinstance(dataset, h5py.Dataset) or dataset.chunks != tuple(chunk):
-                        raise FileError(f"{printable(self._reader.path)}: {path!r} {OUTDATED}")
+                        raise FileError(f"{printable(where)}: {path!r} {OUTDATED}")
                     if not is_stored_as(dataset, self._field.dtype):
                         raise NotDirect(f"its type {dataset.dtype} is not stored in this machine's format")
                     item_bytes = self._field.dtype.itemsize
@@ -183,30 +272,39 @@ class KeyedBytes(ByteReader):
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
         """Yield tasks as `ByteReader.tasks` does. Rows may be in any order."""
         if self.reads_rows:
-            yield from row_tasks((self._field.places, 1, self.row_bytes), rows, None, destinations, out, self._where)
+            yield from row_tasks((self._places, 1, self.row_bytes), rows, None, destinations, out, self._where)
             return
         sizes, kinds = self._sizes[rows], self._field.kinds[rows]
         memory, starts = (out.indices, out.starts) if isinstance(out, CsrBuffers) else (out, None)
         firsts = destinations * self.row_bytes if starts is None else starts[destinations] * self._field.dtype.itemsize
         flat = memory.reshape(-1).view(np.uint8)
-        plain = (kinds == CONTIGUOUS) & (sizes > 0)
+        # files that are samples are opened one by one
+        plain = (kinds == CONTIGUOUS) & (sizes > 0) & (not self._reader.are_samples)
         if plain.any():
-            yield from vector_tasks(self._field.places[rows[plain]], sizes[plain], firsts[plain], flat, self._where)
-        others = np.flatnonzero(kinds != CONTIGUOUS)
+            yield from vector_tasks(self._places[rows[plain]], sizes[plain], firsts[plain], flat, self._where)
+        others = np.flatnonzero(~plain & (sizes > 0))
         parts = np.cumsum(sizes[others]) // PART_BYTES
         for part in np.split(others, np.flatnonzero(np.diff(parts)) + 1) if len(others) else ():
             yield SampleTask(self, rows[part].tolist(), firsts[part].tolist(), flat)
 
     def read_sample(self, descriptor: int, row: int, out: np.ndarray) -> None:
-        """Read a sample that is not contiguous into ``out``, a one-dimensional array of the sample's dtype."""
-        field, kind = self._field, int(self._field.kinds[row])
+        """Read a sample into ``out``, a one-dimensional array of the sample's dtype."""
+        kind = int(self._field.kinds[row])
         if kind == THROUGH_HDF5:
             self._reader.read(self.name, np.array([row]), CsrBuffers(np.array([0, len(out)]), out, None))
             return
+        with self._reader.descriptor_of(row, descriptor) as own:
+            if kind == CONTIGUOUS:
+                read_bytes(own, int(self._places[row]), out.view(np.uint8).data, lambda _: self._path_of(row))
+            else:
+                self._read_blocks(own, row, kind, out)
+
+    def _read_blocks(self, descriptor: int, row: int, kind: int, out: np.ndarray) -> None:
+        field = self._field
         decoder, chunk = self._decoders[kind - 1]
         shape = int(field.lengths[row]), *field.shape[1:]
         starts = product(*(range(0, side, step) for side, step in zip(shape, chunk, strict=True)))
-        for number, start in enumerate(starts, int(field.places[row])):
+        for number, start in enumerate(starts, int(field.first[row])):
             stored = scratch(self._local, "stored", int(field.sizes[number]))
             read_bytes(descriptor, int(field.offsets[number]), stored.data, lambda _: self._path_of(row))
             whole = chunk == shape
@@ -236,11 +334,11 @@ class KeyedBytes(ByteReader):
         return int(self._sizes[rows].sum())
 
     def _path_of(self, row: int) -> str:
-        return f"{printable(self._reader.path)}: {self._reader.dataset_of(self.name, row)!r}"
+        return f"{printable(self._reader.file_of(row))}: {self._reader.dataset_of(self.name, row)!r}"
 
     def _where(self, offset: int) -> str:
-        before = (self._field.kinds == CONTIGUOUS) & (self._field.places <= offset)
-        return self._path_of(int(np.where(before, self._field.places, -1).argmax()))
+        before = (self._field.kinds == CONTIGUOUS) & (self._places <= offset)
+        return self._path_of(int(np.where(before, self._places, -1).argmax()))
 
 
 class SampleTask:

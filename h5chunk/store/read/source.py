@@ -107,6 +107,11 @@ class Source:
         return self._readers or (self,)
 
     @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files, in the order of their samples."""
+        return tuple(reader.path for reader in self.readers)
+
+    @property
     def is_set(self) -> bool:
         """Whether there are several files."""
         return len(self.readers) > 1
