@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -137,7 +137,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         else:
             self._reader = open_reader(path, stored, trusted=trusted, checksums=checksums, remote=remote)
         found = (*self._reader.fields, *self._reader.computed)
-        self._names = tuple(dict.fromkeys((*(named or ()), *found)))
+        self._names = tuple(dict.fromkeys((*_with_columns(named or (), found), *found)))
         for name in self._names:
             torch_dtype(self.field(name).dtype, name)
             if name != self._names[0] and self.field(name).scale is not None:
@@ -517,6 +517,12 @@ def without_numbers(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     if numbered and len(numbered) == len(fields):
         raise OptionError(f"fields is {list(fields)!r}: name at least one dataset of the file in addition")
     return {name: dataset for name, dataset in fields.items() if name not in numbered}, numbered
+
+
+def _with_columns(names: Iterable[str], found: Sequence[str]) -> Iterator[str]:
+    """Yield the names of fields, and for a field that is a table, those of its columns, which were found instead."""
+    for name in names:
+        yield from [name] if name in found else (own for own in found if own.startswith(f"{name}/"))
 
 
 def _has_own_getitem(kind: type) -> bool:

@@ -14,6 +14,7 @@ import torch
 from h5chunk.feed.layout import ArrayShape
 from h5chunk.store.read.windows import WindowReader
 from h5chunk.transforms.csr import Allocate, SampleNumbers
+from h5chunk.transforms.hold_out import as_array
 
 SMALL_FRAME = 256  # frames of at most this many bytes are copied window by window, larger ones one by one
 
@@ -68,15 +69,15 @@ class Frames:
         out = allocate(shape, self.values.dtype)
         frame_items = math.prod(shape[2:])
         if self.steps is None or not 0 < frame_items * out.itemsize <= SMALL_FRAME or num_frames == 1:
-            np.take(self.values.numpy(), self.positions.numpy(), axis=0, out=out.numpy(), mode="clip")
+            np.take(as_array(self.values), self.positions.numpy(), axis=0, out=as_array(out), mode="clip")
         else:
-            self._copy_runs(out.numpy().reshape(len(out), num_frames * frame_items), frame_items)
+            self._copy_runs(as_array(out).reshape(len(out), num_frames * frame_items), frame_items)
         return out
 
     def _copy_runs(self, out: np.ndarray, frame_items: int) -> None:
         """Gather windows of small frames. Copy all frames of a window at once if they are consecutive."""
         assert self.steps is not None
-        steps, table, values = self.steps.numpy(), self.table.numpy(), self.values.numpy().reshape(-1)
+        steps, table, values = self.steps.numpy(), self.table.numpy(), as_array(self.values).reshape(-1)
         starts, ends = table[:, 0] + steps[0], table[:, 0] + steps[-1]
         is_run = (starts >= table[:, 1]) & (ends <= table[:, 2]) & (steps[-1] - steps[0] + 1 == len(steps))
         if is_run.any():
@@ -144,7 +145,7 @@ class FrameWindow:
 
     def destination(self, arrays: Any) -> FrameBuffers:
         """Fill in the table of the windows, and return the memory into which readers write the frames."""
-        values, table = (array.numpy() for array in arrays)
+        values, table = map(as_array, arrays)
         table[:] = self._table
         del self._table  # it is larger than the frames if they are small
         return FrameBuffers(self._rows, values.reshape(len(values), -1 if values.size else 0).view(np.uint8))

@@ -153,6 +153,8 @@ def torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:
     """Return the torch dtype of a field, or None for strings. Raise FieldError if torch does not support it."""
     if dtype.kind == "S":
         return None
+    if dtype.names:  # the bits of a type that NumPy lacks
+        return getattr(torch, dtype.names[0])
     try:
         return torch.from_numpy(np.empty(0, dtype)).dtype
     except TypeError:

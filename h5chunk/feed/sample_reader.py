@@ -224,7 +224,9 @@ class SampleReader:
             text = np.empty(shape, field.dtype)
             self._read_by_hdf5(name, rows, text)
             return [decoded(text).tolist()]
-        return [Loaded([(shape, dtype)], lambda tensors: self._read(name, rows, tensors[0].numpy()))]
+        return [
+            Loaded([(shape, dtype)], lambda tensors: self._read(name, rows, as_array(tensors[0]).view(field.dtype)))
+        ]
 
     def _load_any_size(self, field: ImagesField, draws: Draws, convert: Any) -> Loaded | list[torch.Tensor]:
         """Load and decode images of any size, as one tensor if they are augmented, otherwise as a list."""

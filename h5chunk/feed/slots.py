@@ -26,6 +26,7 @@ from h5chunk.feed.frames import FrameBuffers, FrameLayout, Frames, FrameWindow
 from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, aligned_bytes, slot_bytes
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.transforms.csr import CsrRows, SampleNumbers
+from h5chunk.transforms.hold_out import as_array
 from h5chunk.transforms.images import ImagesByNumber
 
 KEPT = 2  # free buffers to keep per field, because a loop holds one batch while the next is read
@@ -124,7 +125,7 @@ class DenseWindow:
 
     def destination(self, arrays: Sequence[torch.Tensor]) -> np.ndarray:
         """Return a view of the host array for readers to fill: (num_samples, sample_bytes) uint8."""
-        samples = arrays[0].numpy()
+        samples = as_array(arrays[0])
         return samples.reshape(len(samples), -1 if samples.size else 0).view(np.uint8)
 
     def check(self) -> None:
@@ -319,7 +320,7 @@ def gather(fields: Fields, samples: SampleNumbers, memory: BatchMemory | None) -
             gathered.append(field.index_select(0, samples.on_device))
         else:
             out = memory.empty((len(samples.host), *field.shape[1:]), field.dtype)
-            np.take(field.numpy(), samples.host, axis=0, out=out.numpy(), mode="clip")
+            np.take(as_array(field), samples.host, axis=0, out=as_array(out), mode="clip")
             gathered.append(out)
     return tuple(gathered)
 

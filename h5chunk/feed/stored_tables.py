@@ -10,10 +10,12 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.statistics import FieldStatistics, merged, read_statistics
+from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import reopen_with_fields
 from h5chunk.store.read.source import Source
 from h5chunk.store.read.tables import read_table
 
+MAX_CATEGORIES = 1 << 16  # limit on the values of an enumeration that has categories
 SOURCE_NAMES = "source_names"  # the table of all names, concatenated
 TEXT_ERRORS = "backslashreplace"  # error handler for invalid UTF-8
 
@@ -44,7 +46,9 @@ class StoredNames:
         """
         if self.header and self.header.class_names:
             return self.header.class_names
-        coded = [name for name, field in self._reader.fields.items() if field.categories]
+        coded = [
+            name for name, field in self._reader.fields.items() if field.categories or min(field.names, default=-1) >= 0
+        ]
         coded = [name for name in coded if name == "labels"] or coded
         return tuple(map(str, self.categories(coded[0]).tolist())) if len(coded) == 1 else ()
 
@@ -94,16 +98,25 @@ class StoredNames:
     def categories(self, field: str) -> np.ndarray:
         """Return the names of a field's categories, (num_categories,) of str, in the order of its codes.
 
-        The code -1 means a missing value. For the labels of images, the categories are the `classes`.
+        The code -1 means a missing value. For the labels of images, the categories are the `classes`. For an
+        enumeration, they are the names of its values, up to the highest one; values without a name have an empty name.
+        Raises `FieldError` if the field has no categories, or a named value is negative or above 65,535.
         """
         stored = self._reader.fields.get(field) or reopen_with_fields(self._reader, {field: field}).fields[field]
         if stored.dataset.strip("/") == "labels" and self.header and self.header.class_names:
             return np.array(self.header.class_names)
+        where = f"{printable(self._reader.path)}: field {field!r}"
+        if isinstance(stored, Field) and stored.names:
+            lowest, highest = min(stored.names), max(stored.names)
+            if lowest < 0 or highest >= MAX_CATEGORIES:
+                remedy = f"h5py.check_enum_dtype(h5py.File(...)[{stored.dataset!r}].dtype) returns the names by value"
+                raise FieldError(
+                    f"{where} has names for values from {lowest} to {highest}, but categories are numbered from 0 to "
+                    f"at most {MAX_CATEGORIES - 1}: {remedy}"
+                )
+            return np.array([stored.names.get(code, "") for code in range(highest + 1)])
         if not stored.categories:
-            path = printable(self._reader.path)
-            remedy = "name a field of codes, or look for the names of an enumeration in its type: "
-            remedy += f"h5py.check_enum_dtype(h5py.File(...)[{stored.dataset!r}].dtype)"
-            raise FieldError(f"{path}: field {field!r} has no categories: {remedy}")
+            raise FieldError(f"{where} has no categories: name a field of codes, or an enumeration")
         return self._common(stored.categories)
 
     def statistics(self, field: str) -> FieldStatistics:

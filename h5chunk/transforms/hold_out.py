@@ -113,11 +113,12 @@ class HoldOut:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a view of a CPU tensor as an array; bfloat16 values become their bits, as int16.
+    """Return a view of a CPU tensor as an array; values of types that NumPy lacks, such as bfloat16, become their bits.
 
     NumPy computes with it in one thread: torch's threads would wait for each other on busy cores.
     """
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    has_bits = tensor.dtype.is_floating_point and (tensor.itemsize == 1 or tensor.dtype == torch.bfloat16)
+    return (tensor.view(torch.int16 if tensor.itemsize == 2 else torch.uint8) if has_bits else tensor).numpy()
 
 
 def _up_to(like: Array) -> Array:

@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 import pytest
 import scipy.sparse
+import torch
 from support import odd_files as odd
 from support.odd_files import CASES, DIRECT, HDF5, PARTS, REFUSED, Case, make
 from torch.utils.data import default_collate
@@ -35,10 +36,15 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def as_numpy(values: torch.Tensor) -> np.ndarray:
+    """h5py reads bfloat16 as float32."""
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+
+
 def loaded(path: Path, reader: str, trusted: bool = False) -> np.ndarray:
     with quiet():
         loader = ChunkLoader(ChunkDataset(path, trusted=trusted), 8, shuffle=False, reader=reader)
-    batches = [images.numpy() for (images,) in loader]
+    batches = [as_numpy(images) for (images,) in loader]
     return np.concatenate(batches) if batches else np.empty(0, np.uint16)
 
 
@@ -48,8 +54,8 @@ def data_set(path: Path, trusted: bool = False) -> np.ndarray:
     if not len(rows):
         return np.empty(0, np.uint16)
     [images] = default_collate(dataset.__getitems__(rows[::-1].tolist()))
-    singly = np.stack([np.asarray(dataset[row][0]) for row in rows])
-    np.testing.assert_array_equal(images.numpy()[::-1], singly)
+    singly = np.stack([as_numpy(dataset[row][0]) for row in rows])
+    np.testing.assert_array_equal(as_numpy(images)[::-1], singly)
     return singly
 
 
@@ -60,7 +66,7 @@ def rows_of(path: Path, trusted: bool = False) -> np.ndarray:
     out = np.frombuffer(bytearray(b"\xa5" * reader.num_samples * field.grid.sample_bytes), field.dtype)
     out = out.reshape(reader.num_samples, *field.sample_shape)
     reader.read("images", np.arange(reader.num_samples)[::-1].copy(), out)
-    return out[::-1]
+    return as_numpy(torch.from_numpy(out.view("i2")).view(torch.bfloat16))[::-1] if field.dtype.names else out[::-1]
 
 
 def in_h5py(path: Path) -> np.ndarray:

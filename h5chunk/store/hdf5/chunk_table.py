@@ -216,7 +216,7 @@ def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
         raise NotDirect("it is stored compactly or is a view of other files")
     if properties.get_layout() == h5py.h5d.CONTIGUOUS and properties.get_external_count():
         raise NotDirect("its data is in other files")
-    if dtype.kind not in "biufS" or not is_stored_as(dataset, dtype):
+    if dtype.kind not in "biufcS" or not is_stored_as(dataset, dtype):
         raise NotDirect(f"its type {dataset.dtype} is not stored in this machine's format")
     if not math.prod(dataset.shape):
         raise NotDirect("it is empty")

@@ -133,6 +133,18 @@ def element_of(kind: h5t.TypeID | h5py.Dataset, where: str, member: Sequence[str
     return replace(element, stored=_wrapped(element.stored, 0, kind.get_size()), member=tuple(member))
 
 
+def packed_type(kind: h5t.TypeID, member: Sequence[str]) -> h5t.TypeID:
+    """Return a type that contains only a member of ``kind``, stored as in ``kind``, with which HDF5 reads only that."""
+    if not member:
+        return kind
+    if isinstance(kind, h5t.TypeArrayID):
+        return h5t.array_create(packed_type(kind.get_super(), member), kind.get_array_dims())
+    inner = packed_type(_member(kind, member[0])[1], member[1:])
+    packed = h5t.create(h5t.COMPOUND, inner.get_size())
+    packed.insert(member[0].encode("utf-8", "surrogateescape"), 0, inner)
+    return packed
+
+
 def find_member(kind: h5t.TypeID, name: str) -> tuple[str, ...] | None:
     """Split the name of a member of a compound type, such as "p4.x" or "p4/x", into the names that lead to it.
 

@@ -26,7 +26,7 @@ from h5chunk.store.hdf5.encodings import read_encoding
 from h5chunk.store.hdf5.guard import Guard, small_attribute
 from h5chunk.store.hdf5.open import errors_as
 from h5chunk.store.hdf5.strings import read_words
-from h5chunk.store.hdf5.types import type_problem
+from h5chunk.store.hdf5.types import Element, element_of, find_member, members_of, type_problem
 from h5chunk.store.read.ragged import FlatSamples, RaggedField, describe_images, describe_series
 from h5chunk.store.read.vlen import describe_vlen
 
@@ -68,7 +68,8 @@ class Field:
     """A field that is a dataset. ``name`` is the name of the field, and ``dataset`` its path in the file.
 
     ``dtype`` has native byte order. ``axes``, such as NCHW, is empty if the file does not record it. For the dense rows
-    of a matrix, value = stored value / ``scale``.
+    of a matrix, value = stored value / ``scale``. ``element`` says how the elements are stored. It is None for fields
+    that are not read from a dataset as they are. If it is a member of a compound type, ``dataset`` has all members.
     """
 
     name: str
@@ -78,6 +79,17 @@ class Field:
     axes: str = ""
     scale: float | None = None
     categories: str = ""  # name of the table of its categories (`h5chunk.store.read.tables`), or empty
+    element: Element | None = None
+
+    @property
+    def member(self) -> tuple[str, ...]:
+        """The names that lead to the member of a compound type; empty for others."""
+        return () if self.element is None else self.element.member
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of the values of an enumeration; empty for others."""
+        return {} if self.element is None else self.element.names
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -171,14 +183,11 @@ def describe_field(
     if isinstance(dataset, FlatSamples):
         return describe_series(file, path, name, dataset, guard)
     item = guard.find(file, dataset)
+    member: tuple[str, ...] = ()
+    if item is None and (found := _find_table(file, guard, dataset)):
+        dataset, member = found
+        item = guard.find(file, dataset)
     if item is None:
-        table, _, column = dataset.rpartition("/")
-        holder = guard.find(file, table) if table else None
-        if isinstance(holder, h5py.Dataset) and column in (holder.dtype.names or ()):
-            raise FieldError(
-                f"{printable(path)}: {table!r} is one dataset with several columns: copy this one to its own dataset, "
-                f"such as file['NEW'] = file[{table!r}][{column!r}] (h5chunk convert does so for an .h5ad file)"
-            )
         raise _missing(file, path, dataset)
     if isinstance(item, h5py.Group) and header is None:
         where = f"{printable(path)}: {dataset!r}"
@@ -209,16 +218,53 @@ def describe_field(
             f"each, such as file['NEW'] = np.repeat(file[{dataset!r}][()], 100) for 100 samples (h5chunk.Keyed reads "
             "single values as they are, if each sample is a group)"
         )
-    if item.dtype.kind not in "biufS":
+    columns = [] if member else members_of(item.id.get_type())
+    if columns:
+        raise UnsupportedError(
+            f"{where} is a table with the columns {names_text(map('/'.join, columns))}: name the columns to read, such "
+            f"as {dataset.rstrip('/') + '/' + '/'.join(columns[0])!r}"
+        )
+    if item.dtype.kind == "O" and not member:
         raise UnsupportedError(f"{where} {type_problem(item.dtype)}")
+    element = element_of(item, f"{printable(path)}: {'/'.join((dataset, *member))!r}", member)
     filtered = item.id.get_create_plist().get_nfilters() > 0
-    grid = ChunkGrid(tuple(item.shape), item.chunks, item.dtype.itemsize, filtered)
+    chunks = item.chunks and (*item.chunks, *element.shape)
+    grid = ChunkGrid((*item.shape, *element.shape), chunks, element.dtype.itemsize, filtered)
     axes = small_attribute(item, "axes", b"")
-    axes = axes.decode("utf-8", "replace") if isinstance(axes, bytes) else ""
+    axes = axes.decode("utf-8", "replace") if isinstance(axes, bytes) and not element.shape else ""
     codes = header is not None and header.kind == DENSE and "scale" in item.attrs
     scale = _scale(item, where) if codes else None
     categories = _find_categories(file, guard, dataset.strip("/"), header is not None)
-    return Field(name, dataset, grid, item.dtype.newbyteorder("="), axes, scale, categories)
+    return Field(name, dataset, grid, element.dtype, axes, scale, categories, element)
+
+
+def _find_table(file: h5py.File, guard: Guard, path: str) -> tuple[str, tuple[str, ...]] | None:
+    """Split the path of a member of a compound type, such as "events/p4.x", into its dataset and the member."""
+    for at in range(len(path) - 1, 0, -1):
+        if path[at] in "./" and path[:at].strip("/"):
+            item = guard.find(file, path[:at])
+            if isinstance(item, h5py.Dataset) and (member := find_member(item.id.get_type(), path[at + 1 :])):
+                return path[:at], member
+    return None
+
+
+def with_members(file: h5py.File, guard: Guard, fields: Stored) -> Stored:
+    """Replace each field that is a table (a dataset of a compound type) by a field for each column.
+
+    The column ``pt`` of the field ``events`` becomes the field ``events/pt``.
+    """
+    named: dict[str, Any] = {}
+    for name, dataset in fields.items():
+        item = guard.find(file, dataset) if isinstance(dataset, str) and dataset else None
+        columns = members_of(item.id.get_type()) if isinstance(item, h5py.Dataset) else []
+        parts = [f"/{'/'.join(column)}" for column in columns] or [""]
+        for part in parts:
+            if f"{name}{part}" in named or (part and f"{name}{part}" in fields):
+                raise OptionError(
+                    f"{printable(guard.path)}: fields has {name!r} and its column {name + part!r}: name only one"
+                )
+            named[f"{name}{part}"] = f"{dataset}{part}" if part else dataset
+    return named
 
 
 def parse_fields(fields: Fields | None, **tables: Mapping[str, str] | None) -> dict[str, str | FlatSamples] | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, OptionError, printable
+from h5chunk.errors import FieldError, FileError, OptionError, names_text, printable
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import choose_window_chunks, good_chunk_samples
 from h5chunk.store.format.header import Header
@@ -222,6 +222,14 @@ def _check_same_names(readers: Sequence[Source]) -> None:
         tables = [(reader, reader.fields[name].categories) for reader in readers]
         if all(table for _, table in tables):
             check_same(tables, f"categories of {name!r}", CATEGORIES_REMEDY)
+        names = [reader.fields[name].names for reader in readers]
+        other = next((number for number, own in enumerate(names) if own != names[0]), 0)
+        if other:
+            raise FieldError(
+                f"{printable(readers[other].path)}: the enumeration {name!r} has the names "
+                f"{names_text(names[other].values())}, but in {printable(readers[0].path)} it has "
+                f"{names_text(names[0].values())}: {CATEGORIES_REMEDY}"
+            )
 
 
 def _combine_field(readers: Sequence[Source], name: str) -> Field | RaggedField:

@@ -7,10 +7,11 @@ sample starts. Other arrays are stored one after the other in one dataset, and a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
 
 import h5py
 import numpy as np
@@ -42,6 +43,7 @@ class RaggedField:
 
     axes = ""
     categories = ""
+    names: ClassVar[Mapping[int, str]] = MappingProxyType({})  # of an enumeration's values
     scale: float | None = None
     pointers = "indptr"  # name of the dataset with the start of each row
 

@@ -6,6 +6,7 @@ sorted and read chunk by chunk, so that a request reads no chunk twice.
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from collections.abc import Collection, Sequence
@@ -26,10 +27,11 @@ from h5chunk.store.format.header import checksums_of, lost_fields, read_header
 from h5chunk.store.hdf5.chunk_table import leaves_memory, list_chunks
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import OpenFile, descriptor_of, open_file, opened, translate_errors
+from h5chunk.store.hdf5.types import element_of, packed_type
 from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
 from h5chunk.store.read.csr import CsrBuffers, CsrHandle, VlenHandle, cache_of, open_dataset
 from h5chunk.store.read.encoded import EncodedField, EncodedHandle, describe
-from h5chunk.store.read.fields import Field, FrameDataset, MatrixField, Stored, default_fields
+from h5chunk.store.read.fields import Field, FrameDataset, MatrixField, Stored, default_fields, with_members
 from h5chunk.store.read.ragged import (
     FlatSamples,
     ImagesField,
@@ -108,7 +110,7 @@ class H5Reader(Source):
                     raise OptionError(f"fields contains {name!r}: pass names of datasets")
             guard = Guard(path, trusted)
             found: dict[str, Field | RaggedField] = {}
-            for name, dataset in fields.items():
+            for name, dataset in with_members(file, guard, fields).items():
                 try:
                     found[name] = describe(file, path, name, dataset, header, guard)
                 except FieldError as error:
@@ -143,7 +145,7 @@ class H5Reader(Source):
         Only h5chunk files have checksums. Other HDF5 files that differ only in their values have equal fingerprints.
         """
         facts = [
-            (name, field.dataset, tuple(map(int, field.grid.shape)), field.dtype.str)
+            (name, field.dataset, tuple(map(int, field.grid.shape)), field.dtype.str, *getattr(field, "member", ()))
             for name, field in self.fields.items()
         ]
         fingerprint = zlib.crc32(repr(facts).encode())
@@ -266,6 +268,9 @@ class _Handle(OpenFile):
         self, file: h5py.File, field: Field, cache: CacheSettings | None, band_samples: int, sums: Sums
     ) -> None:
         super().__init__(file)
+        if cache is not None and field.element is not None:  # HDF5 caches whole elements
+            scale = -(-field.element.item_bytes // field.element.num_bytes)
+            cache = CacheSettings(cache.nslots, cache.nbytes * scale, cache.w0)
         self.id = open_dataset(file, field.dataset, cache)
         dataset = h5py.Dataset(self.id)
         self._checks: ChunkChecks | None = None
@@ -273,10 +278,10 @@ class _Handle(OpenFile):
             self._checks = ChunkChecks(Path(file.filename), field.name, list_chunks(dataset), sums[field.name])
         self._clears = leaves_memory(dataset)
         self._space = self.id.get_space()
-        # dtype.str drops the names of an enum's values, because HDF5 would change values that have no name
-        dtype = field.dtype if field.dtype.kind == "S" else np.dtype(field.dtype.str)
-        self._kind = h5py.h5t.py_create(dtype, logical=True)
-        self._row = h5py.h5s.create_simple((1, *field.sample_shape))
+        # elements are read as they are stored, and HDF5 selects the member
+        self._kind = packed_type(self.id.get_type(), field.member)
+        self._element = element_of(self._kind, f"{printable(file.filename)}: {field.dataset!r}", field.member)
+        self._own_shape = dataset.shape[1:]
         self._shape = field.sample_shape
         self._row_bytes = field.grid.sample_bytes
         self._band_samples = band_samples
@@ -302,17 +307,20 @@ class _Handle(OpenFile):
             too_many = (last - first) * self._row_bytes > (stop - start - 1) * CALL_BYTES
             if stop - start == 1 or (too_many and not self._decodes_each_call):
                 for index in range(start, stop):
-                    self._read_run(int(ordered[index]), self._row, out[order[index] : order[index] + 1])
+                    self._read_run(int(ordered[index]), out[order[index] : order[index] + 1])
                 continue
             if len(self._scratch) < last - first:
                 self._scratch = np.empty((last - first, *self._shape), out.dtype)
             scratch = self._scratch[: last - first]
-            self._read_run(first, h5py.h5s.create_simple(scratch.shape), scratch)
+            self._read_run(first, scratch)
             out[order[start:stop]] = scratch[ordered[start:stop] - first]
 
-    def _read_run(self, first: int, memory: h5py.h5s.SpaceID, out: np.ndarray) -> None:
-        count = memory.shape[0]
+    def _read_run(self, first: int, out: np.ndarray) -> None:
+        count, is_plain = (len(out), *self._own_shape), self._element.is_plain
+        stored = out if is_plain else np.empty(math.prod(count) * self._element.item_bytes, np.uint8)
         if self._clears:
-            out[...] = np.zeros((), out.dtype)
-        self._space.select_hyperslab((first, *(0,) * len(self._shape)), (count, *self._shape))
-        self.id.read(memory, self._space, out, self._kind)
+            stored[...] = np.zeros((), stored.dtype)
+        self._space.select_hyperslab((first, *(0,) * len(self._own_shape)), count)
+        self.id.read(h5py.h5s.create_simple(count), self._space, stored, self._kind)
+        if not is_plain:
+            out[...] = self._element.convert(stored).reshape(out.shape)

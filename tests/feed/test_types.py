@@ -1,0 +1,168 @@
+"""Types of HDF5 in data sets and loaders: all layouts have the values that h5py reads."""
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from h5py import h5t
+from torch.utils.data import DataLoader
+
+import h5chunk
+from h5chunk.errors import FieldError, OptionError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is read through h5py")
+
+N = 40
+EVENTS = np.zeros(N, [("pt", ">f4"), ("label", "<i8"), ("p4", "<f4", (4,)), ("z", [("k", "<i2"), ("c", "<c8")])])
+EVENTS["pt"], EVENTS["label"], EVENTS["p4"] = np.arange(N) / 4, np.arange(N) % 3, np.arange(N * 4).reshape(N, 4)
+EVENTS["z"]["k"], EVENTS["z"]["c"] = -np.arange(N), np.arange(N) * (1 - 2j)
+ARRAY = np.arange(N * 6).reshape(N, 3, 2)
+VALUES = {
+    "complex": (ARRAY * (1 + 0.5j)).astype("c8"),
+    "big": (ARRAY * 1j).astype(">c16"),
+    "matlab": (ARRAY * (2 - 1j)).astype("c16").view([("real", "f8"), ("imag", "f8")]),
+    "half": ARRAY.astype("f2"),
+    "bool": ARRAY % 3 == 0,
+    "numbers": ARRAY.astype(">i4"),
+    "events": EVENTS,
+}
+LAYOUTS = {
+    "contiguous": {},
+    "chunked": {"chunks": True},
+    "gzip": {"chunks": True, "compression": "gzip", "shuffle": True},
+    "compact": {},
+    "unwritten": {"chunks": True},
+}
+
+
+def make(path, name, values, layout):
+    """Write one dataset, of which the rows from 30 on are not written if ``layout`` is unwritten."""
+    values = values[:10] if layout == "compact" else values
+    options = LAYOUTS[layout]
+    if options:
+        options = {**options, "chunks": (10, *values.shape[1:])}
+    with h5py.File(path, "w") as file:
+        if layout == "compact":
+            properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            properties.set_layout(h5py.h5d.COMPACT)
+            space = h5py.h5s.create_simple(values.shape)
+            kind = h5t.py_create(values.dtype, logical=True)
+            h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, properties))[...] = values
+        else:
+            dataset = file.create_dataset(name, values.shape, values.dtype, **options)
+            count = 30 if layout == "unwritten" else len(values)
+            dataset[:count] = values[:count]
+        return file[name][()]
+
+
+def native(values):
+    """Return the values in the dtype of batches."""
+    if values.dtype.names and "real" in values.dtype.names:
+        return values.view("c16")
+    return values.astype(values.dtype.newbyteorder("="))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", VALUES)
+def test_every_type_in_every_layout(tmp_path, name, layout):
+    stored = make(tmp_path / "a.h5", name, VALUES[name], layout)
+    dataset = h5chunk.ChunkDataset(tmp_path / "a.h5", fields=[name])
+    if name == "events":
+        columns = {"pt": stored["pt"], "label": stored["label"], "p4": stored["p4"]}
+        columns |= {"z/k": stored["z"]["k"], "z/c": stored["z"]["c"]}
+        expected = {f"events/{column}": native(values) for column, values in columns.items()}
+    else:
+        expected = {name: native(stored)}
+    assert dataset.fields == tuple(expected)
+    count = len(stored)
+    singly = [dataset[number] for number in range(count)]
+    batches = {
+        "list": dataset[list(range(count))],
+        "sample": [torch.stack(list(column)) for column in zip(*singly, strict=True)],
+        "loader": next(iter(h5chunk.ChunkLoader(dataset, count, shuffle=False))),
+        "torch": next(iter(DataLoader(dataset, count))),
+    }
+    for way, batch in batches.items():
+        for (field, values), tensor in zip(expected.items(), batch, strict=True):
+            assert tensor.numpy().dtype == values.dtype, (way, field)
+            np.testing.assert_array_equal(tensor.numpy(), values, err_msg=f"{way} {field}")
+    for field, values in expected.items():
+        if values.ndim == 1:
+            np.testing.assert_array_equal(dataset.values(field), values)
+    windows = h5chunk.Windows(tmp_path / "a.h5", {field: field for field in expected}, 2)
+    for tensor, values in zip(windows[3], expected.values(), strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), values[3:5])
+
+
+def test_members_have_several_names(tmp_path):
+    path = tmp_path / "a.h5"
+    make(path, "group/events", EVENTS, "gzip")
+    for name in ("group/events/z/k", "group/events/z.k", "group/events.z.k"):
+        dataset = h5chunk.ChunkDataset(path, fields={"k": name, "p4": "group/events/p4"})
+        k, p4 = dataset[[5, 3]]
+        assert (k.tolist(), p4.tolist()) == ([-5, -3], EVENTS["p4"][[5, 3]].tolist())
+        assert dataset.values(name).tolist() == EVENTS["z"]["k"].tolist()
+    with pytest.raises(FieldError, match="has no dataset 'group/events/y'"):
+        h5chunk.ChunkDataset(path, fields=["group/events/y"])
+    with pytest.raises(OptionError, match="fields has 'e' and its column 'e/pt'"):
+        h5chunk.ChunkDataset(path, fields={"e": "group/events", "e/pt": "group/events/label"})
+
+
+def test_columns_beside_others_that_cannot_be_read(tmp_path):
+    kind = np.dtype([("name", h5py.string_dtype()), ("x", "f4"), ("link", h5py.ref_dtype)])
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        table = np.zeros(N, kind)
+        table["name"], table["x"] = "text", np.arange(N)
+        table["link"] = [file.ref] * N
+        file["t"] = table
+    assert h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["t/x"]).values("t/x").tolist() == list(range(N))
+    with pytest.raises(FieldError, match="'t/name' has strings of variable length in a table"):
+        h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["t"])
+
+
+def test_enumerations_have_names(tmp_path):
+    for number, names in enumerate(({"CAT": 0, "DOG": 2}, {"CAT": 0, "COW": 2}, {"CAT": -1, "DOG": 2})):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            file.create_dataset("species", data=np.arange(N) % 3, dtype=h5py.enum_dtype(names, "i1"))
+    dataset = h5chunk.ChunkDataset(tmp_path / "0.h5", fields=["species"])
+    assert dataset.categories("species").tolist() == ["CAT", "", "DOG"]
+    assert dataset.classes == ("CAT", "", "DOG")
+    assert dataset[5][0] == 2
+    with pytest.raises(FieldError, match=r"the enumeration 'species' has the names CAT, COW, but in .* CAT, DOG"):
+        h5chunk.ChunkDataset([tmp_path / "0.h5", tmp_path / "1.h5"], fields=["species"])
+    with pytest.raises(FieldError, match=r"names for values from -1 to 2.*check_enum_dtype"):
+        h5chunk.ChunkDataset(tmp_path / "2.h5", fields=["species"]).categories("species")
+
+
+NARROW = {  # the fields of HDF5's floats: sign, exponent, mantissa; and size and exponent bias
+    torch.bfloat16: ((15, 7, 8, 0, 7), 2, 127),
+    torch.float8_e4m3fn: ((7, 3, 4, 0, 3), 1, 7),
+    torch.float8_e5m2: ((7, 2, 5, 0, 2), 1, 15),
+}
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_narrow_floats(tmp_path, dtype):
+    fields, size, bias = NARROW[dtype]
+    kind = h5t.IEEE_F32LE.copy()
+    kind.set_fields(*fields)
+    kind.set_precision(8 * size)
+    kind.set_size(size)
+    kind.set_ebias(bias)
+    values = (np.arange(N * 2, dtype="f4").reshape(N, 2) % 8) / 4
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"x", kind, h5py.h5s.create_simple(values.shape)))
+        dataset[...] = values
+    dataset = h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["x"])
+    for batch in (dataset[list(range(N))], next(iter(h5chunk.ChunkLoader(dataset, N, shuffle=False)))):
+        assert batch[0].dtype == dtype
+        assert batch[0].float().tolist() == values.tolist()
+    assert next(iter(DataLoader(dataset, 8)))[0].dtype == dtype
+
+
+def test_windows_name_columns(tmp_path):
+    make(tmp_path / "a.h5", "events", EVENTS, "contiguous")
+    with pytest.raises(
+        FieldError, match="'events' is a table with the columns pt, label, p4, z/k, z/c: name the columns"
+    ):
+        h5chunk.Windows(tmp_path / "a.h5", {"e": "events"}, 2)
