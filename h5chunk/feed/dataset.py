@@ -522,7 +522,8 @@ def without_numbers(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
 def _with_columns(names: Iterable[str], found: Sequence[str]) -> Iterator[str]:
     """Yield the names of fields, and for a field that is a table, those of its columns, which were found instead."""
     for name in names:
-        yield from [name] if name in found else (own for own in found if own.startswith(f"{name}/"))
+        columns = [own for own in found if own.startswith(f"{name}/")]
+        yield from [name] if name in found or not columns else columns
 
 
 def _has_own_getitem(kind: type) -> bool:
