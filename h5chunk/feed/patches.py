@@ -22,6 +22,7 @@ from h5chunk.plan.permutation import MAX_SEED
 from h5chunk.remote.mirror import remote_options
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.read.checksums import OFF
+from h5chunk.store.read.fields import Fields, named_paths
 from h5chunk.store.read.files import Paths, list_local_files
 from h5chunk.store.read.several import direct_fields
 from h5chunk.store.read.volumes import (
@@ -60,9 +61,10 @@ class Patches(ChunkDataset):
     ----------
     path : path or sequence of paths
         As for `ChunkDataset`, but no URLs.
-    fields : mapping of str
-        Datasets by field name. If a file has several volumes, ``*`` takes the place of the volume's name, as in
-        ``{"raw": "*/raw", "label": "*/label"}``. Volumes may differ in size.
+    fields : sequence or mapping of str
+        Datasets; a mapping gives them names. If a file has several volumes, ``*`` takes the place of the volume's name,
+        as in ``{"raw": "*/raw", "label": "*/label"}``. Volumes may differ in size. ``sample_number`` is the number of
+        each patch, as for `ChunkDataset`.
     size : sequence of int
         The shape of a patch in space, such as ``(64, 64, 64)``.
     per_volume : int, optional
@@ -107,7 +109,7 @@ class Patches(ChunkDataset):
     def __init__(
         self,
         path: Paths,
-        fields: Mapping[str, str],
+        fields: Fields,
         size: Sequence[int],
         *,
         per_volume: int | None = None,
@@ -126,9 +128,8 @@ class Patches(ChunkDataset):
         cache_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if not isinstance(fields, Mapping) or not fields or not all(isinstance(each, str) for each in fields.values()):
-            raise OptionError(f"fields is {fields!r}: pass a mapping from names to datasets, as in {{'raw': '*/raw'}}")
-        named, fields = fields, without_numbers(fields)[0]
+        named = named_paths(fields)
+        fields = without_numbers(named)[0]
         if POSITION in named and positions:
             raise OptionError(f"fields has {POSITION!r}, which is the name of the field of positions: rename it")
         if isinstance(size, str) or not hasattr(size, "__len__") or not 1 <= len(size) <= 4:

@@ -42,6 +42,7 @@ from h5chunk.store.read.several import close_descriptors, direct_fields, held_ra
 from h5chunk.transforms import (
     BATCH_TRANSFORMS,
     Converter,
+    Normalize,
     ToDtype,
     check_first,
     compile_transforms,
@@ -51,7 +52,7 @@ from h5chunk.transforms.any_size import AnySizeConverter, whole_images
 from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
 from h5chunk.transforms.csr import CsrRows, Entries, fresh, make_csr, scatter
 from h5chunk.transforms.hold_out import as_array
-from h5chunk.transforms.images import ImageConverter
+from h5chunk.transforms.images import ImageConverter, convert
 from h5chunk.transforms.ragged import RaggedConverter
 from h5chunk.transforms.rows import RowConverter
 
@@ -95,7 +96,8 @@ class SampleTransforms:
             assert not isinstance(converter, ImageConverter)
             self.converters[field.name], transforms = converter, others
         return tuple(
-            partial(_apply_to_sample, each) if isinstance(each, BATCH_TRANSFORMS) else each for each in transforms
+            partial(_apply_to_sample, each, field) if isinstance(each, BATCH_TRANSFORMS) else each
+            for each in transforms
         )
 
     def draws(self, indices: Any, rows: np.ndarray) -> Draws:
@@ -115,7 +117,11 @@ class SampleTransforms:
         return tuple(values)
 
 
-def _apply_to_sample(transform: Callable[[Any], Any], sample: torch.Tensor) -> Any:
+def _apply_to_sample(transform: Callable[[Any], Any], field: Field | RaggedField, sample: torch.Tensor) -> Any:
+    """Apply a transform of batches to one sample, which functions may have changed."""
+    is_stored = isinstance(field, Field) and tuple(sample.shape) == field.sample_shape
+    if is_stored and isinstance(transform, (Normalize, ToDtype)):
+        return convert(transform, sample[None], field.axes)[0]
     return transform(sample[None])[0]
 
 

@@ -15,7 +15,7 @@ from h5chunk.plan.permutation import MAX_SEED
 from h5chunk.remote.mirror import remote_options
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.encoded import EncodedField
-from h5chunk.store.read.fields import Field
+from h5chunk.store.read.fields import Field, Fields, named_paths
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.frames import borders_of, episode_names, find_borders, open_frames
 from h5chunk.store.read.source import Groups, Source
@@ -47,10 +47,11 @@ class Windows(ChunkDataset):
     ----------
     path : path or sequence of paths
         As for `ChunkDataset`, but no URLs. An episode never continues in another file.
-    fields : mapping of str
-        Datasets with one row per time step, by field name. If each episode is a group, ``*`` takes the place of its
-        name, as in ``{"actions": "data/*/actions"}``, at the same place for all fields. Episodes are sorted by name,
-        with numbers by value. Rows that are JPEG or PNG images, stored as arrays of bytes of variable length or padded
+    fields : sequence or mapping of str
+        Datasets with one row per time step; a mapping gives them names. If each episode is a group, ``*`` takes the
+        place of its name, as in ``{"actions": "data/*/actions"}``, at the same place for all fields. Episodes are
+        sorted by name, with numbers by value. ``sample_number`` is the number of each window, as for `ChunkDataset`.
+        Rows that are JPEG or PNG images, stored as arrays of bytes of variable length or padded
         with zeros to one length, are decoded to (H, W, C) uint8, once for all windows that are read together. The
         images of a field must have one size, and be grey (C = 1) or in colour (C = 3). Channels are in the order RGB,
         as Pillow decodes them, although OpenCV decodes them as BGR.
@@ -91,7 +92,7 @@ class Windows(ChunkDataset):
     def __init__(
         self,
         path: Paths,
-        fields: Mapping[str, str],
+        fields: Fields,
         length: int,
         *,
         history: int = 0,
@@ -108,9 +109,8 @@ class Windows(ChunkDataset):
         cache_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if not isinstance(fields, Mapping) or not fields or not all(isinstance(each, str) for each in fields.values()):
-            raise OptionError(f"fields is {fields!r}: pass a mapping of names to datasets")
-        named, fields = fields, without_numbers(fields)[0]
+        named = named_paths(fields)
+        fields = without_numbers(named)[0]
         if padding not in PADDINGS:
             raise OptionError(f"padding is {padding!r}: pass 'none' or 'edge'")
         seed = check_whole("seed", seed, 0, MAX_SEED)

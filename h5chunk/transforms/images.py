@@ -49,7 +49,7 @@ class Normalize:
             object.__setattr__(self, name, tuple(numbers.tolist()) if numbers.ndim else float(numbers))
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-        return _convert(self, batch)
+        return convert(self, batch)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ToDtype:
             raise OptionError(f"ToDtype: dtype is {self.dtype!r}: pass a torch.dtype, such as torch.bfloat16")
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-        return _convert(self, batch)
+        return convert(self, batch)
 
 
 class ImagesByNumber:
@@ -183,18 +183,24 @@ def channel_axis(sample_shape: tuple[int, ...], axes: str = "") -> int:
     return 2 if ends == [False, True] else 0
 
 
-def _convert(transform: Normalize | ToDtype, batch: torch.Tensor) -> torch.Tensor:
+def convert(transform: Normalize | ToDtype, batch: torch.Tensor, axes: str = "") -> torch.Tensor:
+    """Apply one transform to a batch. Without ``axes``, its shape decides which axis has the channels."""
     shape = tuple(batch.shape[1:])
-    converter: ImageConverter = kept_converter(ImageConverter, transform, batch.dtype, shape, batch.device)
+    converter: ImageConverter = kept_converter(ImageConverter, transform, batch.dtype, shape, batch.device, axes)
     return converter(batch, keep=True)
 
 
 @lru_cache(KEPT_CONVERTERS)
 def kept_converter(
-    kind: Callable[..., Any], transform: Any, stored: torch.dtype, sample_shape: tuple[int, ...], device: torch.device
+    kind: Callable[..., Any],
+    transform: Any,
+    stored: torch.dtype,
+    sample_shape: tuple[int, ...],
+    device: torch.device,
+    axes: str = "",
 ) -> Any:
     """Return the converter for a transform that is called as a function; equal calls share one converter."""
-    converter = kind((transform,), stored, sample_shape, channel_axis(sample_shape), fresh)
+    converter = kind((transform,), stored, sample_shape, channel_axis(sample_shape, axes), fresh)
     converter.prepare(device)
     return converter
 

@@ -273,7 +273,7 @@ def _is_inside(patches: h5chunk.Patches, number: int) -> bool:
         ({"fields": {"raw": "**/raw"}}, "one \\* in a name"),
         ({"fields": {"raw": "*/*/raw"}}, "no dataset matches"),
         ({"fields": {"raw": "*"}}, "name a dataset in it"),
-        ({"fields": {}}, "pass a mapping"),
+        ({"fields": {}}, "or a mapping of names"),
         ({"size": (6, 11, 80)}, "padding='reflect'"),
         ({"size": (6, 0, 8)}, "size"),
         ({"size": 6}, "pass 1 to 4 numbers"),

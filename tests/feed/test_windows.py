@@ -604,3 +604,38 @@ def test_a_star_in_several_names_finds_episodes_in_nested_groups(tmp_path: Path)
 def test_patterns_that_do_not_name_episodes_are_errors(fields: dict[str, str], message: str, tmp_path: Path) -> None:
     with pytest.raises(h5chunk.H5ChunkError, match=message):
         h5chunk.Windows(_robomimic(tmp_path / "demos.h5"), fields, 2)
+
+
+def test_values_are_those_of_the_current_time_steps(tmp_path: Path) -> None:
+    with h5py.File(_flat(tmp_path / "a.h5"), "a") as file:
+        file["reward"] = np.arange(float(sum(LENGTHS)))
+    windows = h5chunk.Windows(tmp_path / "a.h5", ["image"], 3, history=1, episode_lengths="ep_len")
+    current = np.concatenate(
+        [np.arange(1, length - 2) + start for start, length in zip((0, 9, 14), LENGTHS, strict=True)]
+    )
+    assert windows.values("reward").tolist() == current.tolist()
+    assert windows.subset([2, 5]).values("reward").tolist() == current[[2, 5]].tolist()
+    with pytest.raises(h5chunk.FieldError, match="name a field with one value per sample"):
+        windows.values("image")
+    with pytest.raises(h5chunk.FieldError, match="there is no field 'reward': pass one of image, actions"):
+        _make("groups", tmp_path, length=2).values("reward")
+
+
+@pytest.mark.parametrize("layout", ["flat", "groups", "aloha"])
+def test_windows_are_transformed_numbered_and_named(layout: str, tmp_path: Path) -> None:
+    fields = {"image": ROBOT["image"], "n": "sample_number", "actions": ROBOT["actions"]}
+    windows = _make(layout, tmp_path, length=4, padding="edge")
+    plain, mean = windows[[7, 2]], lambda frames: frames.float().mean()
+    normalize = Normalize((0.5, 0.5, 0.5), (0.1, 0.2, 0.5))
+    changed = windows.with_transform({"image": [normalize], "actions": [mean]})
+    frames, means, *masks = changed[[7, 2]]
+    expected = (plain[0] / 255 - 0.5) / torch.tensor([0.1, 0.2, 0.5])
+    torch.testing.assert_close(frames, expected)
+    torch.testing.assert_close(means, torch.stack([mean(each) for each in plain[1]]))
+    assert all(torch.equal(mask, same) for mask, same in zip(masks, plain[2:], strict=True))
+    assert windows.source_names.tolist() == windows.episode_names.tolist()
+    if layout == "groups":
+        with h5chunk.Windows(tmp_path / "robot.h5", fields, 4, transform=[normalize]) as numbered:
+            assert numbered.fields == ("image", "n", "actions") and numbered[5][1] == 5
+            assert [int(number) for number in numbered.subset([3, 9])[:][1]] == [0, 1]
+            assert numbered.values("n").tolist() == [*range(len(numbered))]

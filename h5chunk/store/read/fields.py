@@ -306,6 +306,22 @@ def field_mapping(fields: Fields | None) -> dict[str, str] | None:
     return {name: name for name in names}
 
 
+def named_paths(fields: Any) -> dict[str, str]:
+    """Validate an argument ``fields`` that has no default, and return the path of each field, by its name.
+
+    A field without a name is named after its path, or after what follows a ``*`` in it, with ``_`` for ``/``.
+    """
+    paths = field_mapping(fields)
+    if not paths or not all(isinstance(each, str) for each in (*paths, *paths.values())):
+        raise OptionError(f"fields is {fields!r}: pass names of datasets, or a mapping of names to datasets")
+    if isinstance(fields, Mapping):
+        return paths
+    names = [path.rpartition("*")[2].strip("/").replace("/", "_") if "*" in path else path for path in paths]
+    if "" in names or len({*names}) < len(names):
+        raise OptionError(f"fields is {fields!r}: pass a mapping of names to datasets, because these have no names")
+    return dict(zip(names, paths, strict=True))
+
+
 def _count_masked(file: h5py.File, guard: Guard, dataset: str) -> int:
     mask = guard.find(file, dataset)
     if not isinstance(mask, h5py.Dataset):

@@ -119,9 +119,12 @@ class FileSet(Source):
         return values
 
     def names_of(self, samples: np.ndarray) -> np.ndarray | None:
-        named = [reader.names_of(np.arange(reader.num_samples)) for reader in self.readers]
-        found = [names for names in named if names is not None]
-        return np.concatenate(found)[samples] if len(found) == len(named) else None
+        if self.readers[0].names_of(samples[:0]) is None:
+            return None
+        names = np.empty(len(samples), object)
+        for number, positions in self.by_file(samples):
+            names[positions] = self.readers[number].names_of(samples[positions] - self.starts[number])
+        return names.astype(np.str_)
 
     @cached_property
     def fingerprint(self) -> int:

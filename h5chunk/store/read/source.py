@@ -157,7 +157,7 @@ class Source:
     def check_rows(self, name: str) -> None:
         """Raise FieldError unless other datasets than those of the fields have one row per sample."""
         if not self.is_rows:
-            raise FieldError(f"there is no field {name!r}: pass one of {names_text(self.fields)}")
+            raise FieldError(f"there is no field {name!r}: pass one of {names_text((*self.fields, *self.computed))}")
 
     def by_file(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Group rows by file. Yields the index of a file and the positions of its rows in ``rows``, ascending."""
