@@ -96,7 +96,7 @@ class Kind:
 
 
 NO_CHECKSUMS = Empty("files of others have no checksums", "no checksums.*h5chunk repack|leave .*checksums")
-NO_DATASET = Empty("each sample is a dataset", "samples that are datasets have no checksums.*leave checksums out")
+NO_ARGUMENT = Empty("there is no such argument", "unexpected keyword argument 'checksums'", TypeError)
 FOREIGN = {"checksums": NO_CHECKSUMS}
 BY_HDF5 = {**FOREIGN, "direct": Empty("HDF5 reads it", "cannot be read directly.*reader=")}
 
@@ -308,7 +308,7 @@ class EachDataset(Kind):
     layout: Mapping[str, Any] = {}
     empty: Mapping[str, Empty] = {
         **NO_URLS,
-        "checksums": NO_DATASET,
+        "checksums": NO_ARGUMENT,
         **NO_STATISTICS,
     }
 
@@ -338,7 +338,7 @@ class Episodes(Kind):
     empty: Mapping[str, Empty] = {
         **NO_URLS,
         **FOREIGN,
-        "values": Empty("a frame has several values", "name a field with one value per sample"),
+        "values": Empty("a window has several values", "name a field with one value per sample"),
     }
 
     def write(self, folder: Path, seed: int) -> list[Path]:

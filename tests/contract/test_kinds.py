@@ -307,11 +307,13 @@ def test_statistics(made: Made, tmp_path: Path) -> None:
 @feature
 def test_sample_number(made: Made) -> None:
     dataset = made.open(numbered=True)
-    at = dataset.fields.index("sample_number") - len(dataset.fields)
+    at = dataset.fields.index("sample_number") + len(made.kind.sizes)
     assert dataset[[3, 1]][at].tolist() == [3, 1] and int(dataset[2][at]) == 2
     part = dataset.subset(range(4, 9))
-    loader = DataLoader(part, batch_sampler=h5chunk.ChunkSampler(part, BATCH))
-    assert sorted(torch.cat([batch[at] for batch in loader]).tolist()) == list(range(5))
+    assert part[[1, 0]][at].tolist() == [1, 0]
+    for epoch in range(2):
+        seen = torch.cat([batch[at] for batch in kept(made.epoch(part))])
+        assert sorted(seen.tolist()) == list(range(5)), epoch
 
 
 @feature
