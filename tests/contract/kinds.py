@@ -96,7 +96,6 @@ class Kind:
 
 
 NO_CHECKSUMS = Empty("files of others have no checksums", "no checksums.*h5chunk repack|leave .*checksums")
-NO_ARGUMENT = Empty("there is no such argument", "unexpected keyword argument 'checksums'", TypeError)
 FOREIGN = {"checksums": NO_CHECKSUMS}
 BY_HDF5 = {**FOREIGN, "direct": Empty("HDF5 reads it", "cannot be read directly.*reader=")}
 
@@ -308,7 +307,9 @@ class EachDataset(Kind):
     layout: Mapping[str, Any] = {}
     empty: Mapping[str, Empty] = {
         **NO_URLS,
-        "checksums": NO_ARGUMENT,
+        "checksums": Empty(
+            "samples that are datasets have none", "leave checksums out, or copy them .* h5chunk convert --samples"
+        ),
         **NO_STATISTICS,
     }
 
@@ -470,6 +471,7 @@ KINDS: list[Kind] = [
     AnnData("AnnData, gzip", layout={"chunks": (20,), "compression": "gzip"}, is_coded=True),
     Ragged("ragged by offsets", options={"offsets": {"tokens": "starts"}}),
     Ragged("ragged by lengths", options=BY_LENGTHS),
+    Ragged("ragged, pieces", options=BY_LENGTHS, layout={"chunks": (1, 1)}),
     Ragged("ragged, gzip", options=BY_LENGTHS, layout={"chunks": (5, 2), "compression": "gzip"}, is_coded=True),
     VariableLength("variable length"),
     VariableLength("variable length, chunked", layout={"chunks": (4,)}),

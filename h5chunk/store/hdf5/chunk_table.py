@@ -67,8 +67,8 @@ class ChunkTable:
 
     @property
     def is_one_run(self) -> bool:
-        """True if all chunks are stored in order and without gaps, so that any range of rows is one byte range."""
-        if len(self) == 0 or self.offsets[0] < 0:
+        """True if chunks of whole rows are stored in order without gaps: any range of rows is one byte range."""
+        if len(self) == 0 or self.offsets[0] < 0 or self.chunk_shape[1:] != self.shape[1:]:
             return False
         expected = self.offsets[0] + np.arange(len(self)) * self.sizes[0]
         return bool((self.offsets == expected).all() and (self.sizes == self.sizes[0]).all())
