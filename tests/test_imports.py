@@ -24,14 +24,14 @@ MAY_IMPORT = {
     "paths": {"errors"},
     "remote": {"errors", "extras", "paths", "stamp", "urls"},
     "native": set(),
-    "source": {"errors"},
+    "sample_source": {"errors"},
     "plan": {"errors"},
-    "sources": {"source", "store.hdf5", *GROUND},
+    "sources": {"sample_source", "store.hdf5", *GROUND},
     "store": set(),
     "store.hdf5": {"native", "plan", *GROUND},
     "store.format": {"__init__", "store.hdf5", "plan", *GROUND},
     "store.read": {"native", "store.hdf5", "store.format", "plan", *GROUND},
-    "store.write": {"store.hdf5", "store.format", "store.read", "source", "plan", *GROUND},
+    "store.write": {"store.hdf5", "store.format", "store.read", "sample_source", "plan", *GROUND},
     "store.rewrite": {*STORE, "plan", *GROUND},
     "transforms": {"native", "sources", "plan", "store.hdf5", "store.format", "store.read", *GROUND},
     "feed": {"native", "transforms", *STORE, "plan", *GROUND},
@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "tools.measure": {"tools.model", "tools.progress", "sources", "plan", *STORE, "transforms", "feed", "__init__"}
     | GROUND,
     "tools.doctor": {"tools", "tools.model", "tools.measure", "machine", "paths", "errors"},
-    "tools": {"native", "source", "sources", "plan", *STORE, "feed", *GROUND, "__init__"},  # and its inner rooms
+    "tools": {"native", "sample_source", "sources", "plan", *STORE, "feed", *GROUND, "__init__"},  # and its inner rooms
     "lightning": {"feed", "errors"},
     "cli": {"tools", "errors", "__init__"},
     "__main__": {"cli"},

@@ -7,7 +7,7 @@ import io
 from PIL import Image
 
 from h5chunk.errors import MAX_SIDE, SampleError
-from h5chunk.source import AnyImage
+from h5chunk.sample_source import AnyImage
 from h5chunk.sources.decode import decode
 from h5chunk.sources.kinds import ImageOptions
 

@@ -24,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, allowing, exact_bytes, names_text, printable
-from h5chunk.source import OpenContext, SampleField
+from h5chunk.sample_source import OpenContext, SampleField
 from h5chunk.sources.container import ZIP_LOCAL_HEADER, StoredFile
 from h5chunk.sources.kinds import ColumnOptions
 from h5chunk.sources.listing import check_source

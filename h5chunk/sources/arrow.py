@@ -8,7 +8,7 @@ import numpy as np
 
 from h5chunk.errors import SourceError
 from h5chunk.extras import load
-from h5chunk.source import ENDS_IN_NULL
+from h5chunk.sample_source import ENDS_IN_NULL
 
 
 class _LazyModule:

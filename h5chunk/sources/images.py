@@ -10,7 +10,7 @@ import numpy as np
 import PIL
 
 from h5chunk.errors import SampleError, SourceError, as_text, printable
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.sources.foreign import format_of
 from h5chunk.sources.kinds import CellOptions, ImageOptions, ImageSourceOptions
 from h5chunk.sources.listing import Listing, ReportFound, list_tree, read_tree

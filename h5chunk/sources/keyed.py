@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import FileError, OptionError, SampleError, SourceError, printable
-from h5chunk.source import Names, OpenContext, SampleField
+from h5chunk.sample_source import Names, OpenContext, SampleField
 from h5chunk.sources.container import StoredFile
 from h5chunk.sources.kinds import KeyedOptions
 from h5chunk.sources.recognise import HDF5_MAGIC, has_suffix, hdf5_members, is_hdf5

@@ -1,7 +1,8 @@
 """The kinds of sources that can be converted, and their options.
 
-To add a kind, write a module with a class that implements the interface in `h5chunk.source`, and list it in `KINDS`.
-The command line imports this module for its help. To keep help fast, only `h5chunk.sources.open` imports the readers.
+To add a kind, write a module with a class that implements the interface in `h5chunk.sample_source`, and list it in
+`KINDS`. The command line imports this module for its help. To keep help fast, only `h5chunk.sources.open` imports the
+readers.
 """
 
 from __future__ import annotations

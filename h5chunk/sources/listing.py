@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import SourceError, as_text, count_text, names_text, printable
-from h5chunk.source import Names, split_of
+from h5chunk.sample_source import Names, split_of
 from h5chunk.sources import foreign
 from h5chunk.sources.container import Container, Folder, open_archive
 from h5chunk.sources.pairs import (

@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, as_text, count_text, names_text, printable
-from h5chunk.source import ENDS_IN_NULL, Names
+from h5chunk.sample_source import ENDS_IN_NULL, Names
 from h5chunk.sources.cells import LABEL_COLUMNS, LostDigitsError, note_zeros, typed
 from h5chunk.sources.container import Folder
 from h5chunk.sources.kinds import ImageSourceOptions

@@ -27,7 +27,7 @@ import numpy as np
 from PIL import Image
 
 from h5chunk.errors import SampleError, SourceError, names_text, printable
-from h5chunk.source import ENDS_IN_NULL, AnyImage, OpenContext, SampleField
+from h5chunk.sample_source import ENDS_IN_NULL, AnyImage, OpenContext, SampleField
 from h5chunk.sources.kinds import ImageOptions
 from h5chunk.sources.recognise import is_path, refuse_names
 from h5chunk.sources.samples import DATA, IMAGES, LABELS, PADDING, Samples, field_dtype, largest_first

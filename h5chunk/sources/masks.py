@@ -16,7 +16,7 @@ from typing import NamedTuple
 from PIL import Image
 
 from h5chunk.errors import SourceError, printable
-from h5chunk.source import shape_text
+from h5chunk.sample_source import shape_text
 from h5chunk.sources.decode import FORMATS, NUMBERS, are_equal
 
 MASK_FIELDS = ("mask", "masks")  # names of images that are masks, whatever their pixels are

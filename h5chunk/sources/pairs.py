@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from h5chunk.errors import SourceError, as_text
-from h5chunk.source import WORD
+from h5chunk.sample_source import WORD
 
 MASKS = "masks"  # name of the field of masks from a folder with one of the `MASK_FOLDERS` names
 IMAGE_FOLDERS = (b"images", b"image", b"imgs", b"img", b"jpegimages")

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from h5chunk.errors import OptionError, SampleError, ShapeError, SourceError, names_text, printable
-from h5chunk.source import AnyImage, SampleField, SampleSource, shape_text
+from h5chunk.sample_source import AnyImage, SampleField, SampleSource, shape_text
 from h5chunk.sources.any_size import make_any_image
 from h5chunk.sources.decode import Decoded, decode, pillow_limits, sample_shape, write_pixels
 from h5chunk.sources.kinds import ImageOptions

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from h5chunk.errors import SourceError, names_text, printable
-from h5chunk.source import split_words
+from h5chunk.sample_source import split_words
 
 
 def splits_of(folder: Path, files: Sequence[Path]) -> list[str]:

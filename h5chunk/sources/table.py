@@ -48,7 +48,7 @@ from h5chunk.errors import (
     names_text,
     printable,
 )
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.sources.arrow import compute, has_type, parquet, pyarrow
 from h5chunk.sources.cells import LABEL_COLUMNS, may_be_lost
 from h5chunk.sources.kinds import ImageOptions, TableOptions, TextOptions

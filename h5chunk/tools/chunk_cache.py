@@ -11,7 +11,7 @@ from h5chunk.errors import count_text, human_bytes
 from h5chunk.plan.cache import CacheSettings, ChunkGrid, mean_hits
 from h5chunk.plan.layout import choose_window_chunks, plan_layout
 from h5chunk.plan.order import INTERLEAVE
-from h5chunk.source import shape_text
+from h5chunk.sample_source import shape_text
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.recommendation import read_recommendation
 from h5chunk.tools.report import code

@@ -16,7 +16,7 @@ from support.samples import check_same, read_back
 
 import h5chunk
 from h5chunk.errors import OptionError, OutputError, SourceError
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.sources.open import find_kind
 
 RNG = np.random.default_rng(0)

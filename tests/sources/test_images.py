@@ -14,7 +14,7 @@ from support.pictures import pixels
 
 import h5chunk
 from h5chunk.errors import SampleError, ShapeError, SourceError
-from h5chunk.source import SampleField, shape_text
+from h5chunk.sample_source import SampleField, shape_text
 from h5chunk.sources.images import ImageSource
 from h5chunk.sources.kinds import ImageOptions
 

@@ -15,7 +15,7 @@ import pytest
 from support.listings import list_images
 
 from h5chunk.errors import SourceError
-from h5chunk.source import Names
+from h5chunk.sample_source import Names
 from h5chunk.sources.listing import Listing
 
 IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")

@@ -18,7 +18,7 @@ import pytest
 from support.faults import small
 
 from h5chunk.errors import OutputError, SampleError, WorkerError
-from h5chunk.source import SampleReader
+from h5chunk.sample_source import SampleReader
 from h5chunk.store.write.fill import Failure, Filled, FillField, FillJob, TaskResult, fill, parse_record
 
 SHAPE = (2, 3)

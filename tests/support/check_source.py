@@ -58,7 +58,7 @@ def check_source(kind: Any, source: Any, folder: Path, **given: Any) -> None:
 
 
 def check_samples(source: Any) -> None:
-    """What a `h5chunk.source.SampleSource` promises."""
+    """What a `h5chunk.sample_source.SampleSource` promises."""
     assert len(source) > 0 and source.fields
     sizes = [field.sample_bytes for field in source.fields.values()]
     assert sizes == sorted(sizes, reverse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.sources.open import choose_options, find_kind
 
 

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import SampleError
-from h5chunk.source import Names, SampleField, SampleSource
+from h5chunk.sample_source import Names, SampleField, SampleSource
 from h5chunk.store.write.samples import SampleJob
 from h5chunk.tools.convert.options import SampleOptions
 from h5chunk.tools.convert.report import ConvertReport

@@ -29,7 +29,7 @@ from support.pictures import pixels
 import h5chunk
 import h5chunk.store.write.new_file as newfile_module
 from h5chunk.errors import OptionError, OutputError, SampleError, SourceError, WorkerError
-from h5chunk.source import SampleField
+from h5chunk.sample_source import SampleField
 from h5chunk.sources.images import ImageSource
 from h5chunk.tools.convert.convert import convert
 

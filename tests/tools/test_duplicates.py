@@ -18,7 +18,7 @@ from support.open_source import open_source
 import h5chunk
 from h5chunk.cli import main
 from h5chunk.errors import OptionError, OutputError, SourceError
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.tools.convert.matrix_sort import Entries
 from h5chunk.tools.convert.options import DUPLICATES
 

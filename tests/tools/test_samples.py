@@ -14,7 +14,7 @@ from support.sample_sources import FIELDS, MemorySource, check_samples, job_of, 
 
 import h5chunk
 from h5chunk.errors import OutputError, SampleError, SourceError, WorkerError
-from h5chunk.source import SampleField
+from h5chunk.sample_source import SampleField
 from h5chunk.tools.convert.samples import is_complete
 
 COUNT = 83

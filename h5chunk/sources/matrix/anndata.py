@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import SourceError, count_text, names_text
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.sources.kinds import LayerOptions
 from h5chunk.sources.matrix.block import Block, SparseSource
 from h5chunk.sources.matrix.compressed import check_values_type, check_vectors, dense_block, native, read_blocks

@@ -19,7 +19,7 @@ from typing import IO, Any, ClassVar
 import numpy as np
 
 from h5chunk.errors import SourceError, exact_bytes, human_bytes, printable
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.sources.kinds import MatrixSourceOptions
 from h5chunk.sources.options import Options
 from h5chunk.stamp import source_stamp, stamp_of

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from h5chunk.errors import OptionError, count_text, names_text, printable
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.sources.arrow import byte_lengths, pyarrow, to_fixed_bytes
 from h5chunk.sources.cells import WHOLE, check_floats, may_be_lost
 from h5chunk.sources.kinds import DelimitedOptions

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, as_text, difference_text, printable
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.sources.foreign import format_of, way_for
 from h5chunk.sources.kinds import JoinOptions
 from h5chunk.sources.matrix.block import Block, MemoryLimit, SparseSource

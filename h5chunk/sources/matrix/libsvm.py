@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from h5chunk.errors import count_text
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.sources.arrow import compute as pc
 from h5chunk.sources.arrow import pyarrow
 from h5chunk.sources.kinds import LibsvmOptions

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from h5chunk.errors import count_text
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.sources.matrix.block import Block
 from h5chunk.sources.matrix.dialect import BLANK
 from h5chunk.sources.matrix.text import TextSource, quote_line, read_columns

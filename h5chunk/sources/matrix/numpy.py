@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 
 from h5chunk.errors import SourceError, printable
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.sources.matrix.block import Block, RegularFile, SparseSource
 from h5chunk.sources.matrix.compressed import check_values_type, check_vectors, dense_block, read_blocks
 from h5chunk.sources.numpy_files import MAX_SMALL_BYTES, open_npz, read_header

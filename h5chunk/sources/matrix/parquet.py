@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from h5chunk.errors import SourceError, printable
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.sources.arrow import byte_lengths, has_type, parquet, pyarrow, to_fixed_bytes
 from h5chunk.sources.kinds import EntryOptions
 from h5chunk.sources.matrix.block import Block, RegularFile, SparseSource

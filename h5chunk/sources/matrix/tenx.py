@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h5chunk.errors import OptionError, SourceError, names_text, printable
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.sources.kinds import LayerOptions
 from h5chunk.sources.matrix.block import Block, MemoryLimit, SparseSource, Transposed
 from h5chunk.sources.matrix.compressed import check_vectors, read_blocks

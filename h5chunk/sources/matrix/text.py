@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import IO, Any, ClassVar, NoReturn
 
 from h5chunk.errors import SourceError, printable
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.sources.arrow import csv, pyarrow
 from h5chunk.sources.matrix.block import RegularFile, SparseSource
 from h5chunk.sources.recognise import UTF16_MARKS

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h5chunk.errors import SampleError
-from h5chunk.source import SampleReader
+from h5chunk.sample_source import SampleReader
 from h5chunk.store.hdf5.codecs import crc32
 from h5chunk.store.write.part_file import write_at, writing
 from h5chunk.store.write.workers import run_tasks

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from h5chunk.errors import OptionError, OutputError, SampleError, SourceError, printable
-from h5chunk.source import split_of
+from h5chunk.sample_source import split_of
 from h5chunk.store.read.files import NUMBERED
 from h5chunk.store.write.journal import Journal, save_command_id
 from h5chunk.store.write.part_file import check_name, check_parent, is_open, journal_path, lock, part_path, sync_folder

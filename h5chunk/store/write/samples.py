@@ -12,7 +12,7 @@ import numpy as np
 
 from h5chunk.errors import SampleError, ShapeError, SourceError
 from h5chunk.plan.layout import Layout
-from h5chunk.source import SampleField, SampleSource
+from h5chunk.sample_source import SampleField, SampleSource
 from h5chunk.store.format.header import header_attributes
 from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, Region, field_spec
 from h5chunk.store.write.any_size import AnySizeJob, BytesWriter, any_size_specs, fill_any_size, write_image_tables

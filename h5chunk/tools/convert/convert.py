@@ -10,7 +10,7 @@ from typing import Any
 
 from h5chunk.errors import OptionError
 from h5chunk.paths import takes_paths
-from h5chunk.source import OpenContext
+from h5chunk.sample_source import OpenContext
 from h5chunk.sources.matrix.block import SparseSource
 from h5chunk.sources.open import choose_options, describe, find_kind
 from h5chunk.sources.recognise import is_path

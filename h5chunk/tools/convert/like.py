@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, OptionError, SourceError, as_text, printable
-from h5chunk.source import SampleField, SampleSource, shape_text
+from h5chunk.sample_source import SampleField, SampleSource, shape_text
 from h5chunk.sources.images import ImageSource
 from h5chunk.sources.kinds import ANY_SIZE, ImageOptions
 from h5chunk.sources.options import flag_of

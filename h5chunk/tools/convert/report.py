@@ -7,7 +7,7 @@ from typing import Any
 
 from h5chunk.errors import count_text, human_bytes
 from h5chunk.plan.layout import Layout
-from h5chunk.source import shape_text
+from h5chunk.sample_source import shape_text
 from h5chunk.tools.chunk_cache import ChunkCacheInfo
 from h5chunk.tools.convert.forms import FormCost
 from h5chunk.tools.report import Report, list_some, rows, values_text

@@ -24,7 +24,7 @@ from h5chunk.errors import (
 from h5chunk.machine import available_cores
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.plan.permutation import permutation
-from h5chunk.source import OpenContext, SampleField, SampleSource
+from h5chunk.sample_source import OpenContext, SampleField, SampleSource
 from h5chunk.sources.samples import PADDING
 from h5chunk.store.format.spec import GROUP, HEADER_BYTES
 from h5chunk.store.read.files import shard_name

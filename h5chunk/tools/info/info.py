@@ -18,7 +18,7 @@ from h5chunk.errors import FieldError, FileError, H5ChunkError, names_text, prin
 from h5chunk.machine import available_cores
 from h5chunk.paths import takes_paths
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
-from h5chunk.source import shape_text
+from h5chunk.sample_source import shape_text
 from h5chunk.sources.keyed import LOOM, LOOM_MEMBERS
 from h5chunk.store.format.header import CSR, MATRIX, Header, lost_fields, read_header, read_matrix
 from h5chunk.store.format.spec import GROUP

@@ -11,7 +11,7 @@ import numpy as np
 
 from h5chunk.errors import count_text, human_bytes
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.source import shape_text
+from h5chunk.sample_source import shape_text
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.statistics import FieldStatistics, merged
 from h5chunk.tools.chunk_cache import ChunkCacheInfo

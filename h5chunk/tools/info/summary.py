@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h5chunk.errors import count_text, human_bytes
-from h5chunk.source import shape_text
+from h5chunk.sample_source import shape_text
 from h5chunk.store.format.header import Header
 from h5chunk.tools.report import list_some, python_text
 

@@ -23,7 +23,7 @@ import numpy as np
 from h5py import h5a, h5d, h5o, h5t
 
 from h5chunk.errors import FileError, as_text, printable
-from h5chunk.source import shape_text
+from h5chunk.sample_source import shape_text
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.guard import check_filters, check_stored_size
 from h5chunk.store.hdf5.open import DAMAGES

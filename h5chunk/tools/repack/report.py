@@ -10,7 +10,7 @@ import h5py
 from h5py import h5d
 
 from h5chunk.errors import count_text, human_bytes
-from h5chunk.source import shape_text
+from h5chunk.sample_source import shape_text
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.rewrite.survey import DatasetFacts, describe_dataset
 from h5chunk.tools.repack.plan import RepackPlan

@@ -13,7 +13,7 @@ import numpy as np
 
 from h5chunk.errors import FieldError, OptionError, check_whole, human_bytes, printable
 from h5chunk.plan.patches import best_chunks, chunk_cost
-from h5chunk.source import shape_text
+from h5chunk.sample_source import shape_text
 from h5chunk.tools.info.info import info
 from h5chunk.tools.info.layouts import MAX_FIELDS, loader_code, recognise
 from h5chunk.tools.info.report import DatasetInfo, FileInfo

@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, SampleError, printable
-from h5chunk.source import AnyImage
+from h5chunk.sample_source import AnyImage
 from h5chunk.sources.images import ImageSource, list_source
 from h5chunk.sources.kinds import ImageOptions, ImageSourceOptions
 from h5chunk.store.format.header import read_header
