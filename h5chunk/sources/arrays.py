@@ -6,7 +6,7 @@
 | more dimensions | a field with the name of the member or key; ``data`` if there is a single array without a name |
 | bool | uint8 |
 | fixed-length text (``U``) | UTF-8 |
-| Python objects, complex numbers, dates | refused |
+| Python objects other than strings, complex numbers, dates | refused |
 
 The samples of a .npy file, or of an uncompressed member of an .npz, are read one by one. Compressed members and arrays
 in Fortran order are loaded into memory, up to a size limit.
@@ -56,6 +56,18 @@ class StoredArray:
         return np.frombuffer(data, self.dtype).reshape(count, *self.shape[1:])
 
 
+def _fixed_length(array: Any) -> Any:
+    """Convert strings to UTF-8 of fixed length. Arrays of other Python objects are returned unchanged."""
+    if array.dtype.kind == "U":
+        return np.char.encode(np.asarray(array), "utf-8")
+    objects = np.asarray(array)
+    values = objects.reshape(-1).tolist()
+    if not values or not all(isinstance(value, (str, bytes)) for value in values):
+        return array
+    encoded = [value.encode() if isinstance(value, str) else value for value in values]
+    return np.array(encoded, f"S{max(1, *map(len, encoded))}").reshape(objects.shape)
+
+
 class ArraySource(Samples):
     """Arrays of shape (num_samples, ...), from the file ``path`` or from memory."""
 
@@ -67,8 +79,7 @@ class ArraySource(Samples):
         self._path = path
         self._num_samples = _common_length(arrays, printable(path) if path else "the arrays")
         self._arrays = {
-            name: np.char.encode(np.asarray(array), "utf-8") if array.dtype.kind == "U" else array
-            for name, array in arrays.items()
+            name: _fixed_length(array) if array.dtype.kind in "UO" else array for name, array in arrays.items()
         }
         if path is None and all(len(array.shape) == 1 for array in self._arrays.values()):
             for name, array in self._arrays.items():

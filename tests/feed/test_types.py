@@ -166,3 +166,52 @@ def test_windows_name_columns(tmp_path):
         FieldError, match="'events' is a table with the columns pt, label, p4, z/k, z/c: name the columns"
     ):
         h5chunk.Windows(tmp_path / "a.h5", {"e": "events"}, 2)
+
+
+TEXTS = [f"caption {number} é" * (number % 5) for number in range(N)]
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (7,)}, {"chunks": (7,), "compression": "gzip"}], ids=str)
+def test_strings_of_variable_length(tmp_path, options):
+    for name, texts in (("a", TEXTS), ("b", ["short"] * 9)):
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file["x"] = np.arange(len(texts))
+            file.create_dataset("caption", data=texts, dtype=h5py.string_dtype(), **options)
+            file.create_dataset("pairs", data=[[text, "x"] for text in texts], dtype=h5py.string_dtype())
+            file.create_dataset("unwritten", shape=(len(texts),), dtype=h5py.string_dtype(), chunks=(7,))
+            file["unwritten"][:2] = "y"
+    dataset = h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["x", "caption", "unwritten", "pairs"])
+    assert dataset[9][1:] == (TEXTS[9], "", [TEXTS[9], "x"])
+    assert [*dataset[[3, 1, 3]][1]] == [TEXTS[3], TEXTS[1], TEXTS[3]]
+    assert dataset.values("caption").tolist() == TEXTS
+    some = h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["x", "caption"])
+    numbers, texts = next(iter(DataLoader(some, 8, shuffle=True)))
+    assert [*texts] == [TEXTS[number] for number in numbers.tolist()]
+    both = h5chunk.ChunkDataset([tmp_path / "b.h5", tmp_path / "a.h5"], fields=["caption"])
+    assert both.values("caption").tolist() == ["short"] * 9 + TEXTS
+    with pytest.raises(FieldError, match="'caption' has strings, which cannot be on a device"):
+        h5chunk.ChunkLoader(some, 8)
+    assert next(iter(DataLoader(some, 8, num_workers=2)))[1][3] == TEXTS[3]
+
+
+def test_strings_that_are_too_long(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["text"] = ["x" * 70000, "y"]
+    with pytest.raises(FieldError, match=r"has a string of 70000 bytes, but strings may have at most 65536.*'U1000'"):
+        h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["text"])
+
+
+def test_convert_of_python_strings_and_info_of_types(tmp_path):
+    words = np.array([*TEXTS[:-1], b"bytes"], object)
+    h5chunk.convert({"x": np.arange(N * 2.0).reshape(N, 2), "caption": words}, tmp_path / "new.h5", shuffle=False)
+    assert h5chunk.ChunkDataset(tmp_path / "new.h5", fields=["caption"]).values("caption").tolist() == [
+        *TEXTS[:-1],
+        "bytes",
+    ]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["events"], file["kspace"], file["caption"] = EVENTS, native(VALUES["complex"]), TEXTS
+    text = str(h5chunk.info(tmp_path / "a.h5", show_all=True))
+    assert "is a table of pt float32, label int64, p4 (float32 x 4), z (table of k int16, c complex64)" in text
+    assert "such as 'events/pt'" in text
+    assert "kspace  complex64 40 x 3 x 2" in text
+    assert "caption" in text and "name it in fields to read them as str" in text

@@ -326,11 +326,6 @@ def test_truncated(tmp_path, keep):
         ({"x": "group"}, FieldError, "'group' is a group: name a dataset in it"),
         ({"x": "single"}, FieldError, "'single' is a single value"),
         ({"x": "null"}, FieldError, "'null' is a single value|'null' is empty"),
-        (
-            {"x": "text"},
-            FieldError,
-            "'text' has strings of variable length, but a field needs numbers",
-        ),
         ({"x": "compound", "x/b": "numbers"}, OptionError, "fields has 'x' and its column 'x/b': name only one"),
         ({"x": "compound/c"}, FieldError, "has no dataset 'compound/c'"),
         ({"x": "numbers", "y": "longer"}, FieldError, "fields differ in length .'numbers' has 10, 'longer' has 11"),

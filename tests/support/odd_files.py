@@ -374,12 +374,11 @@ def _type_cases() -> Iterator[Case]:
         for dtype in ("c8", "c16"):
             made = _typed(h5t.py_create(np.dtype(dtype)), DATA.astype(dtype) * (1 - 2j), **chunks)
             yield Case("complex numbers in the machine's byte order", f"{dtype} {len(chunks)}", DIRECT, made)
-    row = "opaque and reference types, strings of variable length"
+    row = "opaque and reference types, arrays of variable length with several axes"
     refused = {
         "opaque": (h5t.create(h5t.OPAQUE, 6), np.zeros(SHAPE, "V6")),
         "reference": (h5t.STD_REF_OBJ, np.zeros(SHAPE, "u2")),
         "variable length, two axes": (h5t.py_create(h5py.vlen_dtype("u1"), logical=True), np.zeros(SHAPE, "u2")),
-        "variable-length strings": (h5t.py_create(h5py.string_dtype(), logical=True), np.zeros(SHAPE, "u2")),
     }
     for name, (kind, data) in refused.items():
         written = name == "opaque"

@@ -188,6 +188,12 @@ def is_vlen(dataset: h5py.Dataset) -> bool:
     return isinstance(dataset.id.get_type(), h5py.h5t.TypeVlenID)
 
 
+def is_text(dataset: h5py.Dataset) -> bool:
+    """Return whether the elements of a dataset are strings of variable length."""
+    kind = dataset.id.get_type()
+    return isinstance(kind, h5py.h5t.TypeStringID) and bool(kind.is_variable_str())
+
+
 def partial_chunks_are_plain(properties: h5py.h5p.PropDCID) -> bool | None:
     """Return whether partial chunks at the edges of a dataset are stored without its filters, or None if unknown.
 

@@ -10,8 +10,9 @@
 | chunks that overlap, are outside of the file, or have a wrong length | refused (`list_chunks`, `ChunkDecoder`) |
 | filters whose parameters do not match the chunks, so that HDF5 crashes | refused (`check_filters`) |
 | strings of variable length that describe a matrix | read without HDF5, which may hang on them |
-| strings of variable length, references | refused as fields and in /h5chunk, like large attributes of /h5chunk |
-| fields with arrays of variable length | read without HDF5, with all addresses and sizes checked |
+| strings of variable length, references | refused in /h5chunk, like large attributes of /h5chunk |
+| fields with strings or arrays of variable length | read without HDF5, with all addresses and sizes checked |
+| members of variable length in compound types, references | refused as fields; other members are read without them |
 | links and datasets in the group /h5chunk | refused, except for hard links to datasets of valid types and shapes |
 
 HDF5 itself detects other damaged metadata. Its errors become FileErrors, and so do its crashes and endless loops,

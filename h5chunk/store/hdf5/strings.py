@@ -80,16 +80,16 @@ def read_words(item: h5py.HLObject, name: str, error: Callable[[str], H5ChunkErr
     return [bytes(word).decode("utf-8", "backslashreplace") for word in words.tolist()]
 
 
-def read_strings(file: FileBytes, pointers: np.ndarray) -> np.ndarray:
+def read_strings(file: FileBytes, pointers: np.ndarray, max_bytes: int = MAX_STRING_BYTES) -> np.ndarray:
     """Read the strings that ``pointers``, (n,) of dtype `POINTER`, refer to.
 
-    Returns (n,) bytes, padded to the longest string. Raises ``file.error`` if a string is longer than
-    `MAX_STRING_BYTES`, or the heap of strings is damaged.
+    Returns (n,) bytes, padded to the longest string. Raises ``file.error`` if a string is longer than ``max_bytes``, or
+    the heap of strings is damaged.
     """
     lengths = pointers["length"].astype(np.int64)
-    if len(lengths) and int(lengths.max()) > MAX_STRING_BYTES:
+    if len(lengths) and int(lengths.max()) > max_bytes:
         position = int(lengths.argmax())
-        raise file.error(f"string {position} has {lengths[position]} bytes, but the limit is {MAX_STRING_BYTES}")
+        raise file.error(f"string {position} has {lengths[position]} bytes, but the limit is {max_bytes}")
     strings = np.zeros(len(pointers), f"S{max(1, int(lengths.max(initial=0)))}")
     places = find_in_heap(file, pointers, lengths, MAX_HEAP_BYTES)
     block, first = b"", 0  # bytes of the file from offset ``first`` on, which contain the next strings

@@ -106,7 +106,9 @@ def _heads(file: h5py.File, path: Path, field: Field | RaggedField) -> list[byte
         return []
     if isinstance(field, VlenField):
         return [_first_row(file, path, field)] if field.value_dtype == np.uint8 else []
-    is_text = field.dtype.kind == "S" and not field.sample_shape and not getattr(field, "member", ())
+    is_text = field.dtype.kind == "S" and not field.sample_shape
+    if isinstance(field, Field) and (field.is_text or field.member):
+        return []
     if not is_text and (field.dtype != np.uint8 or len(field.sample_shape) != 1):
         return []
     with suppress(NotDirect):

@@ -21,14 +21,14 @@ from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.csr import plan_csr
 from h5chunk.store.format.header import CSR, DENSE, Header, check_values
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
-from h5chunk.store.hdf5.chunk_table import check_chunks, is_vlen
+from h5chunk.store.hdf5.chunk_table import check_chunks, is_text, is_vlen
 from h5chunk.store.hdf5.encodings import read_encoding
 from h5chunk.store.hdf5.guard import Guard, small_attribute
 from h5chunk.store.hdf5.open import errors_as
 from h5chunk.store.hdf5.strings import read_words
-from h5chunk.store.hdf5.types import Element, element_of, find_member, members_of, type_problem
+from h5chunk.store.hdf5.types import Element, element_of, find_member, members_of
 from h5chunk.store.read.ragged import FlatSamples, RaggedField, describe_images, describe_series
-from h5chunk.store.read.vlen import describe_vlen
+from h5chunk.store.read.vlen import describe_vlen, longest_text
 
 MATRIX_PARTS = ("indptr", "indices", "data")
 TENX_PARTS = (b"barcodes", b"indptr", b"indices", b"data", b"shape")
@@ -70,6 +70,7 @@ class Field:
     ``dtype`` has native byte order. ``axes``, such as NCHW, is empty if the file does not record it. For the dense rows
     of a matrix, value = stored value / ``scale``. ``element`` says how the elements are stored. It is None for fields
     that are not read from a dataset as they are. If it is a member of a compound type, ``dataset`` has all members.
+    ``is_text`` is True for strings of variable length, which are padded to the longest one in memory.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Field:
     scale: float | None = None
     categories: str = ""  # name of the table of its categories (`h5chunk.store.read.tables`), or empty
     element: Element | None = None
+    is_text: bool = False
 
     @property
     def member(self) -> tuple[str, ...]:
@@ -224,8 +226,11 @@ def describe_field(
             f"{where} is a table with the columns {names_text(map('/'.join, columns))}: name the columns to read, such "
             f"as {dataset.rstrip('/') + '/' + '/'.join(columns[0])!r}"
         )
-    if item.dtype.kind == "O" and not member:
-        raise UnsupportedError(f"{where} {type_problem(item.dtype)}")
+    if is_text(item):
+        dtype = np.dtype(f"S{longest_text(item, path)}")
+        filtered = item.id.get_create_plist().get_nfilters() > 0
+        grid = ChunkGrid(tuple(item.shape), item.chunks, dtype.itemsize, filtered)
+        return Field(name, dataset, grid, dtype, is_text=True)
     element = element_of(item, f"{printable(path)}: {'/'.join((dataset, *member))!r}", member)
     filtered = item.id.get_create_plist().get_nfilters() > 0
     chunks = item.chunks and (*item.chunks, *element.shape)

@@ -260,11 +260,14 @@ def _combine_field(readers: Sequence[Source], name: str) -> Field | RaggedField:
         _check_equal(readers, name, ("value_dtype", "scale"), MATRIX_REMEDY)
         matrices = [field for field in ragged if isinstance(field, MatrixField)]
         return replace(matrices[0], **sums, has_time_order=all(field.has_time_order for field in matrices))
-    _check_equal(readers, name, ("dtype", "sample_shape", "axes", "scale"), REMEDY)
+    are_texts = all(field.is_text for field in dense)  # padded to the longest of all files
+    _check_equal(readers, name, (*(() if are_texts else ("dtype",)), "sample_shape", "axes", "scale"), REMEDY)
     largest = max(dense, key=lambda field: (field.grid.filtered, field.grid.chunks is not None, field.grid.band_bytes))
     shape = (sum(field.grid.shape[0] for field in dense), *dense[0].sample_shape)
-    grid = ChunkGrid(shape, largest.grid.chunks, dense[0].dtype.itemsize, largest.grid.filtered)
-    return replace(dense[0], grid=grid)
+    dtype = max((field.dtype for field in dense), key=lambda dtype: dtype.itemsize)
+    return replace(
+        dense[0], grid=ChunkGrid(shape, largest.grid.chunks, dtype.itemsize, largest.grid.filtered), dtype=dtype
+    )
 
 
 def _places(reader: Source, first: Source, name: str) -> list[str]:

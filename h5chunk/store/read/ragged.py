@@ -43,6 +43,7 @@ class RaggedField:
 
     axes = ""
     categories = ""
+    is_text = False
     names: ClassVar[Mapping[int, str]] = MappingProxyType({})  # of an enumeration's values
     scale: float | None = None
     pointers = "indptr"  # name of the dataset with the start of each row

@@ -42,7 +42,7 @@ from h5chunk.store.read.ragged import (
     read_indptr,
 )
 from h5chunk.store.read.source import Source
-from h5chunk.store.read.vlen import VlenField, read_pointers, vlen_indptr
+from h5chunk.store.read.vlen import TextHandle, VlenField, read_pointers, vlen_indptr
 from h5chunk.urls import local_copy_of
 
 LABELS = "labels"
@@ -113,6 +113,12 @@ class H5Reader(Source):
             for name, dataset in with_members(file, guard, fields).items():
                 try:
                     found[name] = describe(file, path, name, dataset, header, guard)
+                    if is_default and header is None and name == LABELS and found[name].is_text:
+                        del found[name]
+                        raise UnsupportedError(
+                            f"{printable(path)}: {dataset!r} has strings of variable length: to read them as str, name "
+                            f"the fields, such as fields={[*found, name]}"
+                        )
                 except FieldError as error:
                     may_miss = is_default and header is None and name == LABELS and found
                     if not may_miss or not isinstance(error, UnsupportedError):
@@ -233,7 +239,9 @@ class H5Reader(Source):
             file = open_file(self.path)
             self.check_unchanged()
             for name, field in self.fields.items():
-                if isinstance(field, VlenField):
+                if isinstance(field, Field) and field.is_text:
+                    handles[name] = TextHandle(self.path, file, field.dataset)
+                elif isinstance(field, VlenField):
                     handles[name] = VlenHandle(self.path, file, field)
                 elif isinstance(field, RaggedField):
                     handles[name] = CsrHandle(file, field, self.indptr, self._caches.get(name), self.sums)

@@ -15,12 +15,15 @@ import numpy as np
 
 from h5chunk.errors import FileError, UnsupportedError, printable
 from h5chunk.plan.layout import good_chunk_samples
-from h5chunk.store.hdf5.chunk_table import NotDirect, list_chunks
-from h5chunk.store.hdf5.open import descriptor_of
+from h5chunk.store.hdf5.chunk_table import NotDirect, count_unwritten, is_vlen, list_chunks
+from h5chunk.store.hdf5.open import OpenFile, descriptor_of
 from h5chunk.store.hdf5.raw_chunks import RawChunks
-from h5chunk.store.hdf5.strings import POINTER, FileBytes
+from h5chunk.store.hdf5.strings import POINTER, FileBytes, read_strings
 from h5chunk.store.read.ragged import SeriesField
 
+MAX_TEXT_BYTES = 64 << 10  # limit on strings of variable length, because those of a batch are padded to the longest
+AS_FIXED = "copy it (x) to fixed-length strings, such as file['NEW'] = np.char.encode(np.array(x.asstr()[()], str))"
+CUT = "copy it (x) to shorter strings, such as file['NEW'] = np.char.encode(np.array(x.asstr()[()], 'U1000'))"
 REMEDY = "write its values one after the other, and their offsets to another dataset (offsets=...)"
 
 
@@ -52,8 +55,9 @@ def describe_vlen(dataset: h5py.Dataset, path: Path, name: str) -> VlenField:
 
 
 def read_pointers(dataset: h5py.Dataset, path: Path) -> np.ndarray:
-    """Read the pointers of all elements: (n,) `POINTER`. Elements that were never written are empty."""
+    """Read the pointers of all elements, of dtype `POINTER`. Elements that were never written are empty."""
     where = f"{printable(path)}: {dataset.name!r}"
+    noun, remedy = ("arrays", REMEDY) if is_vlen(dataset) else ("strings", AS_FIXED)
     properties = dataset.id.get_create_plist()
     try:
         if properties.get_layout() not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS) or (
@@ -65,12 +69,48 @@ def read_pointers(dataset: h5py.Dataset, path: Path) -> np.ndarray:
         if raw.needs_hdf5:
             raise NotDirect(raw.left_to_hdf5)
     except NotDirect as error:
-        raise UnsupportedError(f"{where} has arrays of variable length, but {error}: {REMEDY}") from None
-    size = table.chunk_shape[0]
-    pointers = np.zeros(len(table) * size, POINTER)
+        raise UnsupportedError(f"{where} has {noun} of variable length, but {error}: {remedy}") from None
+    pointers = np.zeros(dataset.shape, POINTER)
+    part = np.empty(table.chunk_shape, POINTER)
     for chunk in np.flatnonzero(table.offsets >= 0).tolist():
-        raw.decode(chunk, pointers[chunk * size : (chunk + 1) * size].view(np.uint8))
-    return pointers[: len(dataset)]
+        raw.decode(chunk, part.reshape(-1).view(np.uint8))
+        target = pointers[tuple(slice(at, at + side) for at, side in zip(table.start(chunk), part.shape, strict=True))]
+        target[...] = part[tuple(map(slice, target.shape))]  # chunks at the edges may extend beyond the dataset
+    return pointers
+
+
+def longest_text(dataset: h5py.Dataset, path: Path) -> int:
+    """Return the length in bytes of the longest string of variable length, at least 1.
+
+    Raises UnsupportedError if it is longer than `MAX_TEXT_BYTES`, or the strings can't be read without HDF5.
+    """
+    where = f"{printable(path)}: {dataset.name!r}"
+    if dataset.file.id.get_create_plist().get_sizes()[0] != 8:
+        raise UnsupportedError(f"{where} has strings with addresses of fewer than 8 bytes: {AS_FIXED}")
+    pointers = read_pointers(dataset, path)
+    properties = dataset.id.get_create_plist()
+    if properties.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED and count_unwritten(dataset):
+        raise UnsupportedError(f"{where} has strings that were never written, and a fill value: {AS_FIXED}")
+    width = max(1, int(pointers["length"].max(initial=0)))
+    if width > MAX_TEXT_BYTES:
+        raise UnsupportedError(
+            f"{where} has a string of {width} bytes, but strings may have at most {MAX_TEXT_BYTES} bytes: {CUT}"
+        )
+    return width
+
+
+class TextHandle(OpenFile):
+    """An open dataset of strings of variable length, whose pointers are in memory."""
+
+    def __init__(self, path: Path, file: h5py.File, name: str) -> None:
+        super().__init__(file)
+        self.id, self._pointers = file[name].id, read_pointers(file[name], path)
+        self._heap = open_heap(file, path, name)
+
+    def read(self, rows: np.ndarray, out: np.ndarray) -> None:
+        """Read the strings of rows, in any order and possibly repeated."""
+        found = read_strings(self._heap, self._pointers[rows].reshape(-1), out.dtype.itemsize)
+        out[...] = found.reshape(out.shape)
 
 
 def open_heap(file: h5py.File, path: Path, dataset: str) -> FileBytes:

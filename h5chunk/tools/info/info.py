@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 
 from h5chunk import native
-from h5chunk.errors import FieldError, FileError, H5ChunkError, names_text, printable, shown
+from h5chunk.errors import FieldError, FileError, H5ChunkError, UnsupportedError, names_text, printable, shown
 from h5chunk.machine import available_cores
 from h5chunk.paths import takes_paths
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
@@ -23,11 +23,11 @@ from h5chunk.sources.keyed import LOOM, LOOM_MEMBERS
 from h5chunk.store.format.header import CSR, MATRIX, Header, lost_fields, read_header, read_matrix
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.child import in_child, limited_memory
-from h5chunk.store.hdf5.chunk_table import count_unwritten, is_vlen, partial_chunks_are_plain, unwritten_value
+from h5chunk.store.hdf5.chunk_table import count_unwritten, is_text, is_vlen, partial_chunks_are_plain, unwritten_value
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import errors_as, opened
-from h5chunk.store.hdf5.types import type_problem
+from h5chunk.store.hdf5.types import element_of, members_of, type_text
 from h5chunk.store.read.encoded import holds_images
 from h5chunk.store.read.fields import (
     MATRIX_PARTS,
@@ -511,8 +511,8 @@ def _verdict(dataset: h5py.Dataset, path: Path, grid: ChunkGrid, reads: int) -> 
         except FileError as error:
             return str(error).partition(f"{dataset.name!r} ")[2] or str(error)
         return VLEN
-    if dataset.dtype.kind not in "biufS":
-        return type_problem(dataset.dtype)
+    if problem := _type_verdict(dataset):
+        return problem
     if 0 in grid.shape:
         return "empty"
     if dataset.is_virtual:
@@ -522,6 +522,21 @@ def _verdict(dataset: h5py.Dataset, path: Path, grid: ChunkGrid, reads: int) -> 
     if grid.chunks_per_sample > 1:
         return f"bad: each sample is cut into {grid.chunks_per_sample:,} chunks, which take {reads:,} reads"
     return "good: each chunk contains complete samples"
+
+
+def _type_verdict(dataset: h5py.Dataset) -> str:
+    """Say how to read a dataset whose elements aren't plain numbers or strings, or why it cannot be read."""
+    kind = dataset.id.get_type()
+    if columns := members_of(kind):
+        name = f"{dataset.name.strip('/')}/{'/'.join(columns[0])}"
+        return f"is a {type_text(kind)}: name columns in fields, such as {name!r}"
+    if is_text(dataset):
+        return "has strings of variable length: name it in fields to read them as str"
+    try:
+        element = element_of(kind, "")
+    except UnsupportedError as error:
+        return str(error).strip()
+    return f"has elements of {type_text(kind)}: name it in fields to read it with these axes" if element.shape else ""
 
 
 def _describe_images(file: h5py.File, path: Path, name: str, header: Header) -> ImagesInfo:
