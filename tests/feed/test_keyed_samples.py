@@ -646,3 +646,22 @@ def test_attributes_that_are_empty_or_numbers_as_strings_or_several_numbers(tmp_
         file["data/1"].attrs["arrival"] = "soon"
     with pytest.raises(h5chunk.FieldError, match=r"data/1: attribute 'arrival' is 'soon', but its default -1\.0"):
         h5chunk.Keyed(tmp_path / "a.h5", "data/*", attributes={"arrival": -1.0})
+
+
+def test_samples_are_numbered_and_split_by_an_attribute(tmp_path: Path) -> None:
+    for number in range(2):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            for sample in range(12):
+                file[f"t/{number}-{sample:02}/x"] = np.full(3, sample)
+                file[f"t/{number}-{sample:02}"].attrs["class"] = ("cat", "elephant")[(sample + number) % 3 == 0]
+    fields = ["t/*/x", "sample_number"]
+    with h5chunk.Keyed([tmp_path / "0.h5", tmp_path / "1.h5"], fields, attributes=["class"]) as dataset:
+        assert dataset.fields == ("x", "sample_number", "class") and dataset[13][1:] == (13, "cat")
+        for part in dataset.split((0.5, 0.5), stratify="class"):
+            x, numbers, classes = part[:]
+            assert numbers.tolist() == [*range(12)] and sorted(classes) == ["cat"] * 8 + ["elephant"] * 4
+            assert [int(name[2:]) for name in part.source_names] == x[:, 0].tolist()
+        with pytest.raises(h5chunk.FieldError, match="pass one of x, class"):
+            dataset.values("y")
+    with pytest.raises(h5chunk.OptionError, match="no checksums: leave checksums out"):
+        h5chunk.Keyed(tmp_path / "0.h5", "t/*/x", checksums="first")

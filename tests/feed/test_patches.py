@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 import h5chunk
 from h5chunk.errors import FileError, OptionError
 from h5chunk.plan.patches import chunk_cost
-from h5chunk.transforms import Normalize
+from h5chunk.transforms import Normalize, RandomHorizontalFlip
 
 LAYOUTS = {
     "contiguous": {},
@@ -544,3 +544,30 @@ def test_patches_of_a_file_without_checksums(tmp_path: Path) -> None:
         file["x"] = np.zeros((9, 9), np.uint8)
     with pytest.raises(OptionError, match="has no checksums of 'x'"):
         h5chunk.Patches(tmp_path / "a.h5", {"x": "x"}, (3, 3), checksums="first")
+
+
+def test_patches_are_numbered_named_and_transformed(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number, name in enumerate("ab"):
+            file[f"{name}/photo"] = np.full((20, 30 + number, 3), 50 * number + 50, np.uint8)
+    fields = {"photo": "*/photo", "n": "sample_number"}
+    normalize = Normalize((0.5, 0.25, 0), (0.5, 1, 2))
+    with h5chunk.Patches(
+        tmp_path / "a.h5", fields, (8, 8), channels="last", per_volume=5, transform=[normalize]
+    ) as patches:
+        sampler = h5chunk.ChunkSampler(patches, 4, seed=3)
+        for epoch in (0, 1, 5):
+            sampler.set_epoch(epoch)
+            batches = list(DataLoader(patches, batch_sampler=sampler))
+            assert sorted(torch.cat([numbers for _, numbers in batches]).tolist()) == [*range(10)]
+            for photos, numbers in batches:
+                stored = torch.tensor([50, 100])[numbers // 5].float()[:, None, None, None].expand(-1, 8, 8, 3) / 255
+                expected = (stored - torch.tensor([0.5, 0.25, 0])) / torch.tensor([0.5, 1, 2])
+                torch.testing.assert_close(photos, expected)
+        some = patches.subset([4, 6, 7])
+        assert [name.rpartition(": ")[2] for name in some.source_names] == ["a", "b", "b"]
+        assert some.values("n").tolist() == [0, 1, 2] and some.groups.tolist() == [0, 1, 1]
+        with pytest.raises(OptionError, match="split by volume: leave stratify out"):
+            patches.split((0.5, 0.5), stratify="n")
+        batch, numbers = next(iter(h5chunk.ChunkLoader(patches.with_transform([RandomHorizontalFlip(1)]), 10)))
+        assert batch.shape == (10, 8, 8, 3) and (batch[:, 0, 0, 0] == torch.tensor([50, 100])[numbers // 5]).all()
