@@ -109,7 +109,7 @@ class FrameLayout:
     @property
     def sample_bytes(self) -> int:
         """Estimated bytes per window: one frame, because windows share the others, and a row of the table."""
-        return self.reader.frames.fields[self.name].grid.sample_bytes + 8 * self._table_width
+        return self.reader.source_of(self.name).fields[self.name].grid.sample_bytes + 8 * self._table_width
 
     def frames(self, values: torch.Tensor, table: torch.Tensor, rows: np.ndarray) -> Frames:
         """Return the windows that ``table``, as returned by `WindowReader.distinct_rows`, locates in ``values``."""

@@ -161,7 +161,7 @@ class ReadPool:
         timeout_s: float | None = TIMEOUT_S,
     ) -> None:
         self._reader, self._numbered = reader, numbered or {}
-        self._rows_reader: Source = getattr(reader, "frames", reader)  # for windows, the reader of their frames
+        self._rows_of = reader.source_of
         self._direct = {name: getattr(field, "frames", field) for name, field in direct.items()}
         self.path, self.timeout_s = reader.path, timeout_s
         self.epoch, self.tasks_done = 0, 0  # epoch of the next windows to read; tasks that Python threads have done
@@ -175,7 +175,7 @@ class ReadPool:
         self._num_threads, self._has_workers, self._is_closed = num_threads, False, False
         self._native: NativePool | None = None
         self._native_reads: dict[int, WindowRead] = {}  # by ticket
-        several = self._rows_reader.is_set
+        several = reader.is_set
         self.descriptor: Any = OpenFiles(reader) if several else open_descriptor(reader.path)
         try:
             self._stamp: tuple[Any, ...] = ()  # path and stamp of a single local file
@@ -342,10 +342,10 @@ class ReadPool:
 
     def _read_by_hdf5(self, name: str, samples: np.ndarray, values: np.ndarray | CsrBuffers, _descriptor: int) -> None:
         if not isinstance(values, CsrBuffers):
-            field = self._rows_reader.fields[name]
+            field = self._rows_of(name).fields[name]
             values = values.view(field.dtype).reshape(len(samples), *field.sample_shape)
         with self._hdf5:
-            self._rows_reader.read(name, samples, values)
+            self._rows_of(name).read(name, samples, values)
 
     def close(self) -> None:
         """Stop and join the threads, and close the file. Tasks that have not begun are dropped.

@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from h5chunk.errors import FieldError, OptionError, as_text, check_whole, count_text, names_text, printable
 from h5chunk.feed.dataset import ChunkDataset, without_numbers
+from h5chunk.plan.episodes import anchors_inside, needed_steps
 from h5chunk.plan.permutation import MAX_SEED
 from h5chunk.remote.mirror import remote_options
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.encoded import EncodedField
 from h5chunk.store.read.fields import Field, Fields, named_paths
 from h5chunk.store.read.files import Paths
-from h5chunk.store.read.frames import borders_of, episode_names, find_borders, open_frames
-from h5chunk.store.read.source import Groups, Source
-from h5chunk.store.read.windows import WindowReader
+from h5chunk.store.read.frames import ENDS, Table, open_frames
+from h5chunk.store.read.source import Groups
+from h5chunk.store.read.windows import Episodes, WindowReader
 from h5chunk.transforms.frames import FRAME_DECODER, import_decoders
 
 IS_PAD = "_is_pad"
@@ -49,12 +51,14 @@ class Windows(ChunkDataset):
         As for `ChunkDataset`, but no URLs. An episode never continues in another file.
     fields : sequence or mapping of str
         Datasets with one row per time step; a mapping gives them names. If each episode is a group, ``*`` takes the
-        place of its name, as in ``{"actions": "data/*/actions"}``, at the same place for all fields. Episodes are
-        sorted by name, with numbers by value. ``sample_number`` is the number of each window, as for `ChunkDataset`.
-        Rows that are JPEG or PNG images, stored as arrays of bytes of variable length or padded
-        with zeros to one length, are decoded to (H, W, C) uint8, once for all windows that are read together. The
-        images of a field must have one size, and be grey (C = 1) or in colour (C = 3). Channels are in the order RGB,
-        as Pillow decodes them, although OpenCV decodes them as BGR.
+        place of its name, as in ``{"actions": "data/*/actions"}``. Other names of a path may have a ``*``, too, also
+        for a part of the name: ``*/demo_*/actions``. Episodes are sorted by these names, with numbers by value.
+        ``sample_number`` is the number of each window, as for `ChunkDataset`. Some fields may have one frame more than
+        the others at the end of every episode, such as a last observation: windows end with the other fields, and
+        ``shift`` and ``goal`` use the last frame. Rows that are JPEG or PNG images, stored as arrays of bytes of
+        variable length or padded with zeros to one length, are decoded to (H, W, C) uint8, once for all windows that
+        are read together. The images of a field must have one size, and be grey (C = 1) or in colour (C = 3). Channels
+        are in the order RGB, as Pillow decodes them, although OpenCV decodes them as BGR.
     length : int
         Number of frames from the current time step on, for a field with the largest stride.
     history : int
@@ -67,15 +71,34 @@ class Windows(ChunkDataset):
         "none": all frames of a window are inside its episode. "edge": every time step is the current one of a window,
         and frames outside of the episode repeat its first or last frame. For each field NAME, "edge" adds the field
         ``NAME_is_pad``, (frames,) bool, which marks the repeated frames.
+    shift : mapping of str to int, optional
+        Number of time steps by which a field's frames are later than those of other fields, by field name. For
+        transitions (s, a, r, s'), read the observations twice, and shift the second ones: ``{"obs": "*/observations",
+        "action": "*/actions", "reward": "*/rewards", "next": "*/observations"}`` with ``length=1, shift={"next": 1}``.
     goal : {"last", "future"}, or mapping of str to these, optional
         Add the field ``NAME_goal``, (1, ...), for each field NAME, or for those in the mapping. "last": the last frame
         of the episode. "future": a frame drawn uniformly from those after the current time step, or the last frame if
         none follows. It is drawn anew in each epoch, at the same time step for all fields, and depends only on
         (seed, epoch, i) for window i. Without a sampler, torch's random generator draws an epoch for each window that
         is read, so that ``dataset[i]`` has another goal each time.
-    episode_lengths, episode_offsets : str, optional
-        A dataset with the number of time steps of each episode, such as ``ep_len``, or with the first row of each
-        episode, such as ``ep_offset``. Default: each file, or each group that matches ``*``, is an episode.
+    episode_lengths, episode_offsets, episode_ends : str or array, optional
+        Where episodes are in the rows of a file: a dataset with the number of time steps of each episode, such as
+        ``ep_len``; with the first row of each episode, such as ``ep_offset``; or with the row after its last one.
+        ``episode_offsets`` and ``episode_ends`` may also have a boolean (or 0 and 1) for each row, which is true in the
+        first or last row of an episode, such as ``terminals``. ``episode_ends`` may be a list of several such
+        datasets, each of which ends an episode: ``["terminals", "timeouts"]``; the rows after the last end are an
+        episode. An array has the values of all files together. Default: each file, or each match of ``*``, is an
+        episode.
+    constants : sequence of str, optional
+        Names of fields that have one value per episode, which is repeated for each of its windows without an axis of
+        frames: with ``*``, or a file per episode, the whole dataset, such as a language embedding; otherwise row i of
+        the dataset is the value of episode i. If the path has fewer ``*`` than those of other fields, episodes whose
+        first names are equal share a value. Datasets without axes, such as a task's number or instruction, are always
+        constants. They are kept in memory. Strings are returned as ``str``.
+    attributes : sequence of str, or mapping of str, optional
+        HDF5 attributes of each episode's group (or file, if each is an episode), which become fields like constants. A
+        mapping such as ``{"total_steps": None, "seed": -1}`` has the default for episodes that lack the attribute; None
+        means that no episode may lack it.
     seed : int
         Random seed for ``goal="future"``.
     transform, trusted, checksums, cache_dir, cache_bytes, storage_options
@@ -84,7 +107,7 @@ class Windows(ChunkDataset):
     Raises
     ------
     FieldError
-        A field is missing in an episode, or the fields of an episode differ in length.
+        A field is missing in an episode, or the fields of an episode differ in length by more than a last frame.
     OptionError
         An argument is invalid, or no episode is long enough for a window.
     """
@@ -98,9 +121,13 @@ class Windows(ChunkDataset):
         history: int = 0,
         stride: int | Mapping[str, int] = 1,
         padding: str = "none",
+        shift: Mapping[str, int] = MappingProxyType({}),
         goal: str | Mapping[str, str] | None = None,
-        episode_lengths: str | None = None,
-        episode_offsets: str | None = None,
+        episode_lengths: Table | None = None,
+        episode_offsets: Table | None = None,
+        episode_ends: Table | Sequence[Table] | None = None,
+        constants: Sequence[str] = (),
+        attributes: Sequence[str] | Mapping[str, Any] = (),
         seed: int = 0,
         transform: Any = None,
         trusted: bool = False,
@@ -115,35 +142,48 @@ class Windows(ChunkDataset):
             raise OptionError(f"padding is {padding!r}: pass 'none' or 'edge'")
         seed = check_whole("seed", seed, 0, MAX_SEED)
         goals, kinds = _goals(fields, goal)
-        futures = [name for name in goals if kinds[goals[name]] == "future"]
-        masks = {f"{name}{IS_PAD}": name for name in fields if padding == "edge"}
-        if taken := [name for name in named if name in masks or name in goals]:
+        tables = _tables(fields, lengths=episode_lengths, offsets=episode_offsets, ends=episode_ends)
+        defaults = _attributes(attributes, tables)
+        if isinstance(constants, str) or any(name not in fields for name in constants):
+            raise OptionError(f"constants is {constants!r}: pass a list of names of fields, of {names_text(fields)}")
+        timed = {name: path for name, path in fields.items() if name not in constants}
+        if not timed:
+            raise OptionError("constants has all fields: leave out those with a row per time step")
+        steps = _steps(timed, length, history, stride, shift)
+        episodes = open_frames(
+            path,
+            {**fields, **{name: fields[of] for name, of in goals.items() if of in timed}},
+            FRAME_DECODER,
+            trusted,
+            checksums,
+            remote_options(cache_dir, cache_bytes, storage_options),
+            tables=tables,
+            constants=constants,
+            attributes=defaults,
+        )
+        goals = {name: of for name, of in goals.items() if of not in episodes.constants}
+        episodes = episodes._replace(
+            constants={of: episodes.constants[of] for of in (*fields, *defaults) if of in episodes.constants}
+        )
+        steps = {name: each for name, each in steps.items() if name not in episodes.constants}
+        masks = {f"{name}{IS_PAD}": name for name in steps if padding == "edge"}
+        if taken := [name for name in (*named, *defaults) if name in masks or name in goals]:
             raise OptionError(f"fields has {taken[0]!r}, which is also the name of a padding mask or goal: rename it")
-        tables = {"lengths": episode_lengths, "offsets": episode_offsets}
-        given = {kind: dataset for kind, dataset in tables.items() if dataset is not None}
-        if len(given) > 1:
-            raise OptionError("episode_lengths and episode_offsets exclude each other: pass one of them")
-        if given and any("*" in dataset for dataset in fields.values()):
-            raise OptionError(f"episode_{min(given)} is given, but * makes each group an episode: use one of the two")
-        steps = _steps(fields, length, history, stride)
-        datasets = {**fields, **{name: fields[of] for name, of in goals.items()}}
-        remote = remote_options(cache_dir, cache_bytes, storage_options)
-        frames = open_frames(path, datasets, FRAME_DECODER, trusted, checksums, remote)
-        for name, field in frames.fields.items():
-            if not isinstance(field, Field):
-                raise FieldError(
-                    f"{printable(frames.path)}: the rows of {name!r} differ in shape and are not JPEG or PNG images: "
-                    "leave it out, because frames need one shape"
-                )
-            if isinstance(field, EncodedField):
-                import_decoders()
-        borders = borders_of(frames)
-        for kind, dataset in given.items():
-            borders = find_borders(frames, kind, dataset, trusted)
-        names = [*map(str, range(len(borders) - 1))] if given else episode_names(frames)
-        anchors = _anchors(frames, borders, steps, padding)
+        if taken := [name for name in defaults if name in named]:
+            raise OptionError(f"attributes has {taken[0]!r}, which is also the name of a field: rename the field")
+        for source in episodes.sources:
+            for name, field in source.fields.items():
+                if not isinstance(field, Field):
+                    raise FieldError(
+                        f"{printable(source.path)}: the rows of {name!r} differ in shape and are not JPEG or PNG "
+                        "images: leave it out, because frames need one shape"
+                    )
+                if isinstance(field, EncodedField):
+                    import_decoders()
+        anchors = _anchors(episodes, steps, padding)
         steps |= dict.fromkeys(goals, LAST)
-        source = WindowReader(frames, anchors, borders, names, steps, futures=futures, masks=masks, seed=seed)
+        futures = [name for name in goals if kinds[goals[name]] == "future"]
+        source = WindowReader(episodes, anchors, steps, futures=futures, masks=masks, seed=seed)
         super().__init__(source, fields=named, transform=transform)
 
     @property
@@ -200,7 +240,7 @@ def _goals(
 
 
 def _steps(
-    fields: Mapping[str, str], length: int, history: int, stride: int | Mapping[str, int]
+    fields: Mapping[str, str], length: int, history: int, stride: int | Mapping[str, int], shift: Mapping[str, int]
 ) -> dict[str, np.ndarray]:
     """Return the offsets of each field's frames from the current time step of a window: (num_frames,) int64."""
     length, history = check_whole("length", length, 1, 1 << 30), check_whole("history", history, 0, 1 << 30)
@@ -220,27 +260,62 @@ def _steps(
         raise OptionError(
             f"a window would have {num_frames} frames, but the limit is {MAX_FRAMES}: reduce length or history"
         )
-    return {name: np.arange(-history * largest, length * largest, step) for name, step in strides.items()}
+    if not isinstance(shift, Mapping) or any(name not in fields for name in shift):
+        raise OptionError(f"shift is {shift!r}: pass a mapping from fields to time steps, of {names_text(fields)}")
+    shifts = {name: check_whole(f"shift of {name!r}", by, -(1 << 30), 1 << 30) for name, by in shift.items()}
+    return {
+        name: np.arange(-history * largest, length * largest, step) + shifts.get(name, 0)
+        for name, step in strides.items()
+    }
 
 
-def _anchors(frames: Source, borders: np.ndarray, steps: Mapping[str, np.ndarray], padding: str) -> np.ndarray:
-    """Return the row of the current time step of each window: (n,) int64, ascending."""
-    first, last = min(each[0] for each in steps.values()), max(each[-1] for each in steps.values())
-    rows = np.arange(frames.num_samples)
-    if padding == "none":
-        episode = np.searchsorted(borders, rows, "right") - 1
-        rows = rows[(rows + first >= borders[episode]) & (rows + last < borders[episode + 1])]
-        num_short = int((np.diff(borders) < last - first + 1).sum())
-        if len(rows) and num_short:
-            warnings.warn(
-                f"{printable(frames.path)}: {num_short} of {count_text(len(borders) - 1, 'episode')} skipped, because "
-                f"a window needs {last - first + 1} time steps: pass padding='edge' to use short episodes",
-                stacklevel=3,
-            )
-    if not len(rows):
-        longest = int(np.diff(borders).max(initial=0))
+def _tables(fields: Mapping[str, str], **given: Any) -> dict[str, Sequence[Table]]:
+    """Return the tables of episodes by their kind. At most one kind may be given."""
+    found: dict[str, Sequence[Table]] = {}
+    for kind, tables in given.items():
+        if tables is None:
+            continue
+        is_list = isinstance(tables, list | tuple) and any(isinstance(each, str | np.ndarray) for each in tables)
+        listed = list(tables) if is_list and kind == ENDS else [tables]
+        found[kind] = [each if isinstance(each, str) else np.asarray(each) for each in listed]
+        if not listed or any(not isinstance(each, str) and each.dtype.kind not in "biuf" for each in found[kind]):
+            raise OptionError(f"episode_{kind} is {tables!r}: pass a dataset, or an array of numbers or booleans")
+        if kind == "lengths" and isinstance(tables, np.ndarray) and tables.dtype.kind == "b":
+            found = {ENDS: found[kind]}
+    if len(found) > 1:
+        names = " and ".join(f"episode_{kind}" for kind in found)
+        raise OptionError(f"{names} exclude each other: pass one of them")
+    if found and any("*" in dataset for dataset in fields.values()):
+        raise OptionError(f"episode_{min(found)} is given, but * makes each group an episode: use one of the two")
+    return found
+
+
+def _attributes(attributes: Sequence[str] | Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the default of each attribute, or None."""
+    if isinstance(attributes, str) or not all(isinstance(name, str) for name in attributes):
+        raise OptionError(f"attributes is {attributes!r}: pass a list of names")
+    if attributes and tables:
         raise OptionError(
-            f"{printable(frames.path)}: a window needs {last - first + 1} time steps, but the longest episode has "
-            f"{longest}: reduce length, history or stride, or use padding='edge'"
+            f"attributes is {attributes!r}, but episodes are ranges of rows, which have none: store the values in a "
+            "dataset with one row per episode, and name it in fields and constants"
         )
-    return rows
+    return dict(attributes) if isinstance(attributes, Mapping) else dict.fromkeys(attributes)
+
+
+def _anchors(episodes: Episodes, steps: Mapping[str, np.ndarray], padding: str) -> np.ndarray:
+    """Return the current time step of each window: (n,) int64, ascending."""
+    before, after = (0, 0) if padding == "edge" else needed_steps(steps, episodes.extra)
+    anchors, lengths = anchors_inside(episodes.borders, before, after), np.diff(episodes.borders)
+    needed, where = before + after + 1, printable(episodes.sources[0].path)
+    if not len(anchors):
+        raise OptionError(
+            f"{where}: a window needs {needed} time steps, but the longest episode has "
+            f"{int(lengths.max(initial=0))}: reduce length, history or stride, or use padding='edge'"
+        )
+    if padding == "none" and (num_short := int((lengths < needed).sum())):
+        warnings.warn(
+            f"{where}: {num_short} of {count_text(len(lengths), 'episode')} skipped, because a window needs {needed} "
+            "time steps: pass padding='edge' to use short episodes",
+            stacklevel=3,
+        )
+    return anchors

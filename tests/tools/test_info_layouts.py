@@ -207,7 +207,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str, tuple[int, ...] | None]] =
                 for name in ("observations", "actions", "rewards")
             }
         )(path),
-        "actions rewards",
+        "actions observations rewards",
         (10, 3),
     ),
     "aloha": (
@@ -383,18 +383,14 @@ def test_remedies_for_fields_that_do_not_fit_together_work(tmp_path: Path) -> No
     fields(terminals=ends, observations=np.zeros((30, 3)))(path)
     note = str(h5chunk.info(path))
     assert "note: 'terminals' seems to mark the last rows of episodes" in note
-    windows = {"o": "observations"}
-    assert (
-        remedied(path, lambda: h5chunk.Windows(path, windows, 4, episode_lengths="terminals")).split("store")[1] in note
-    )
-    assert len(h5chunk.Windows(path, windows, 4, episode_lengths="lengths")) == 7 + 12 + 2
+    scope: dict[str, Any] = {"h5chunk": h5chunk}
+    exec(note[note.index("data = h5chunk.Windows") :].splitlines()[0].replace("16", "4"), scope)
+    assert len(scope["data"]) == 7 + 12 + 2
+    assert len(h5chunk.Windows(path, {"o": "observations"}, 4, episode_lengths="terminals")) == 7 + 12 + 2
 
     path = tmp_path / "episode.h5"
     fields(observations=np.arange(6.0), actions=np.arange(5.0), task=3)(path)
-    remedied(path, lambda: h5chunk.Windows(path, {"o": "observations", "a": "actions"}, 2))
-    assert len(h5chunk.Windows(path, {"o": "NEW", "a": "actions"}, 2)) == 4
-    with h5py.File(path, "a") as file:
-        del file["NEW"]
+    assert len(h5chunk.Windows(path, {"o": "observations", "a": "actions", "t": "task"}, 2)) == 4
     remedied(path, lambda: h5chunk.ChunkDataset(path, fields=["task"]))
     assert h5chunk.ChunkDataset(path, fields=["NEW"])[99][0] == 3
 
@@ -475,14 +471,21 @@ def test_genes_of_loom_files_are_not_taken_for_samples(tmp_path: Path) -> None:
     assert "genes are rows and cells are columns" in str(h5chunk.info(tmp_path / "a.loom"))
 
 
-def test_the_printed_lengths_end_episodes_at_every_mark(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*skipped, because")
+def test_the_printed_code_ends_episodes_at_every_mark(tmp_path: Path) -> None:
     ends, timeouts = np.zeros(30), np.zeros(30, bool)
     ends[[9, 19]], timeouts[14] = 1, True
-    path = fields(observations=np.zeros((30, 3)), terminals=ends, timeouts=timeouts)(tmp_path / "a.h5")
-    (note,) = h5chunk.info(path).notes
-    with h5py.File(path, "r+") as file:
-        exec(note.partition("such as ")[2].partition(", and pass")[0], {"file": file, "np": np})
-        assert file["lengths"][:].tolist() == [10, 5, 5, 10]
+    marks = {"observations": np.zeros((30, 3)), "terminals": ends, "timeouts": timeouts}
+    (note,) = h5chunk.info(fields(**marks)(tmp_path / "a.h5")).notes
+    scope: dict[str, Any] = {"h5chunk": h5chunk}
+    exec(note[note.index("data = ") :].replace("16", "2"), scope)
+    assert np.bincount(scope["data"].episodes).tolist() == [9, 4, 4, 9]
+    found = h5chunk.info(fields(actions=np.zeros((30, 2)), **marks)(tmp_path / "d4rl.h5"))
+    assert "D4RL" in found.layout
+    exec("\n".join(found.code), scope)
+    assert scope["data"].fields == ("observations", "actions") and len(scope["data"]) == 1 + 1
+    for batch in scope["loader"]:
+        assert batch[0].shape[1:] == (10, 3)
 
 
 @pytest.mark.parametrize(("pattern", "count"), [("traces/{}/data", 50), ("data/demo_{}", 6), ("vol{}/raw", 3)])

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, printable
+from h5chunk.errors import FieldError, OptionError, printable
 from h5chunk.plan.cache import CacheSettings
+from h5chunk.store.hdf5.attributes import read_attribute
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import follow, opened
+from h5chunk.store.hdf5.open import errors_as, follow, opened
 from h5chunk.store.hdf5.patterns import Match, Pattern, find_matches
+from h5chunk.store.hdf5.types import type_problem
 from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.encoded import EncodedField
 from h5chunk.store.read.fields import Field, FrameDataset, FrameDecoder
@@ -26,6 +28,8 @@ from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.source import Source
+
+MAX_CONSTANT_BYTES = 64 << 20  # limit on the size of one value of a constant
 
 
 class EpisodeFile(Source):
@@ -85,48 +89,172 @@ class EpisodeFile(Source):
         return {**super().__getstate__(), "episodes": copy(self.episodes)}
 
 
+class EpisodeFields(NamedTuple):
+    """The fields of an episode: those with a row per time step, and those with one value, by name."""
+
+    rows: Mapping[str, Pattern]
+    constants: Mapping[str, Pattern]
+    attributes: Mapping[str, Any]  # the value of episodes that lack the attribute, by name; None: raise an error
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The names of the constants and attributes."""
+        return *self.constants, *self.attributes
+
+    def sorted_by(self, file: h5py.File, guard: Guard, find: Callable[[Pattern], str]) -> EpisodeFields:
+        """Move the datasets without axes to the constants. ``find`` returns the path that a pattern matches first."""
+        scalars = {name: each for name, each in self.rows.items() if _has_no_axis(guard.find(file, find(each)))}
+        rows = {name: each for name, each in self.rows.items() if name not in scalars}
+        return self._replace(rows=rows, constants={**self.constants, **scalars})
+
+
+class OpenedEpisodes(NamedTuple):
+    """The episodes of one file: sources of the fields of each length, and the values of each other field, by name."""
+
+    sources: list[EpisodeFile]
+    values: dict[str, list[np.ndarray]]
+    fields: EpisodeFields
+
+
 def open_episodes(
-    file: Path, patterns: Mapping[str, Pattern], decoder: FrameDecoder, trusted: bool, checksums: str
-) -> EpisodeFile:
+    file: Path, fields: EpisodeFields, decoder: FrameDecoder, trusted: bool, checksums: str
+) -> OpenedEpisodes:
     """Open what the ``*`` in the path of each field match in a file as episodes.
 
-    JPEG and PNG images are decoded by ``decoder``. Raises FieldError if there is no episode, or if an episode lacks a
-    field or has fields that differ in length.
+    Fields whose first datasets have equal lengths have one source. JPEG and PNG images are decoded by ``decoder``.
+    Raises FieldError if there is no episode, or if an episode lacks a field.
     """
     with opened(file) as handle:
         guard = Guard(file, trusted)
-        matches = {name: find_matches(handle, guard, pattern) for name, pattern in patterns.items()}
-        readers: list[H5Reader] = []
-        starts: list[dict[str, int]] = []
-        types: dict[str, Any] = {}
-        for fields in _by_episode(file, matches):
-            alike = _open_like_first(readers[0], types, handle, fields) if readers else None
-            if alike is None:
-                datasets = {field: FrameDataset(dataset, decoder) for field, dataset in fields.items()}
-                alike = H5Reader(file, datasets, trusted=trusted, checksums=checksums, file=handle), {}
-                types = types or {name: handle[field.dataset].id.get_type() for name, field in alike[0].fields.items()}
-            readers.append(alike[0])
-            starts.append(alike[1])
-    names = [match.name for match in next(iter(matches.values()))]
-    episodes = EpisodeFile(FileSet(readers, file), patterns, names)
-    rows = [field for field in patterns if not isinstance(episodes.fields[field], EncodedField)]
-    episodes.starts_of = {field: np.array([each.get(field, -1) for each in starts]) for field in rows}
-    return episodes
+        matches = {
+            name: find_matches(handle, guard, each) for name, each in {**fields.rows, **fields.constants}.items()
+        }
+        by_pattern = {str(each): matches[name][0].path for name, each in fields.rows.items()}
+        fields = fields.sorted_by(handle, guard, lambda pattern: by_pattern[str(pattern)])
+        if not fields.rows:
+            raise OptionError("fields has no dataset with a row per time step: name one, such as the actions")
+        episodes = _by_episode(file, {name: matches[name] for name in fields.rows})
+        names = [match.name for match in matches[next(iter(fields.rows))]]
+        lengths = {
+            name: H5Reader(
+                file, {name: FrameDataset(dataset, decoder)}, trusted=trusted, checksums=checksums, file=handle
+            ).num_samples
+            for name, dataset in episodes[0].items()
+        }
+        sources = []
+        for length in sorted({*lengths.values()}):
+            alike = {name: fields.rows[name] for name in fields.rows if lengths[name] == length}
+            sources.append(_join_episodes(file, handle, alike, episodes, names, (decoder, trusted, checksums)))
+        texts = [match.texts for match in matches[next(iter(fields.rows))]]
+        values = {name: _constants(handle, guard, matches[name], texts) for name in fields.constants}
+        for name, default in fields.attributes.items():
+            stars = next(iter(fields.rows.values())).stars[-1] + 1
+            groups = ["/".join(episode[next(iter(fields.rows))].split("/")[:stars]) for episode in episodes]
+            values[name] = [attribute_of(guard.find(handle, group), group, name, default, file) for group in groups]
+    return OpenedEpisodes(sources, values, fields)
 
 
-def _by_episode(file: Path, matches: Mapping[str, Sequence[Match]]) -> Iterator[dict[str, str]]:
-    """Yield the datasets of each episode, by field. Raises FieldError if a field has other episodes than the first."""
+def _join_episodes(
+    file: Path,
+    handle: h5py.File,
+    patterns: Mapping[str, Pattern],
+    episodes: Sequence[Mapping[str, str]],
+    names: Sequence[str],
+    options: tuple[FrameDecoder, bool, str],
+) -> EpisodeFile:
+    """Join the datasets of fields of all episodes, whose datasets have equal lengths."""
+    decoder, trusted, checksums = options
+    readers: list[H5Reader] = []
+    starts: list[dict[str, int]] = []
+    types: dict[str, Any] = {}
+    for episode in episodes:
+        fields = {name: episode[name] for name in patterns}
+        alike = _open_like_first(readers[0], types, handle, fields) if readers else None
+        if alike is None:
+            datasets = {field: FrameDataset(dataset, decoder) for field, dataset in fields.items()}
+            alike = H5Reader(file, datasets, trusted=trusted, checksums=checksums, file=handle), {}
+            types = types or {name: handle[field.dataset].id.get_type() for name, field in alike[0].fields.items()}
+        readers.append(alike[0])
+        starts.append(alike[1])
+    joined = EpisodeFile(FileSet(readers, file), patterns, names)
+    rows = [field for field in patterns if not isinstance(joined.fields[field], EncodedField)]
+    joined.starts_of = {field: np.array([each.get(field, -1) for each in starts]) for field in rows}
+    return joined
+
+
+def _by_episode(file: Path, matches: Mapping[str, Sequence[Match]]) -> list[dict[str, str]]:
+    """Return the datasets of each episode, by field. Raises FieldError if a field has other episodes than the first."""
     first, *others = matches
-    expected = [match.texts for match in matches[first]]
+    expected = {match.texts for match in matches[first]}
     for name in others:
-        if odd := {*expected} ^ {match.texts for match in matches[name]}:
+        if odd := expected ^ {match.texts for match in matches[name]}:
             raise FieldError(
                 f"{printable(file)}: only some of the fields have the episode {printable('/'.join(min(odd)))!r}"
             )
-    yield from (
+    return [
         {name: match.path for name, match in zip(matches, own, strict=True)}
         for own in zip(*matches.values(), strict=True)
-    )
+    ]
+
+
+def _constants(
+    file: h5py.File, guard: Guard, matches: Sequence[Match], episodes: Sequence[tuple[str, ...]]
+) -> list[np.ndarray]:
+    """Read the value of each episode. If the path has fewer ``*``, episodes whose first texts are equal share it."""
+    paths = {match.texts: match.path for match in matches}
+    num_texts = len(matches[0].texts)
+    read: dict[str, np.ndarray] = {}
+    found = []
+    for texts in episodes:
+        if (path := paths.get(texts[:num_texts])) is None:
+            raise FieldError(f"{printable(guard.path)}: the episode {printable('/'.join(texts))!r} has no constant")
+        if path not in read:
+            read[path] = read_constant(file, guard, path)
+        found.append(read[path])
+    return found
+
+
+def _has_no_axis(item: h5py.Dataset | h5py.Group | None) -> bool:
+    if not isinstance(item, h5py.Dataset) or item.id.get_create_plist().get_layout() == h5py.h5d.VIRTUAL:
+        return False  # the shape of a view would open other files
+    return item.shape == ()
+
+
+def read_constant(file: h5py.File, guard: Guard, path: str) -> np.ndarray:
+    """Read a dataset of numbers or strings completely. Strings become bytes of fixed length.
+
+    Raises FieldError if it does not exist, has another type, or has more than `MAX_CONSTANT_BYTES`.
+    """
+    item, where = guard.find(file, path), f"{printable(guard.path)}: {path!r}"
+    if not isinstance(item, h5py.Dataset):
+        raise FieldError(f"{where} is not a dataset: name one with the values of an episode")
+    guard.check_field(item, path)
+    if item.shape is None or item.size * item.dtype.itemsize > MAX_CONSTANT_BYTES:
+        size = "no values" if item.shape is None else f"the shape {item.shape}"
+        raise FieldError(
+            f"{where} has {size}, but a constant of an episode is kept in memory, with at most "
+            f"{MAX_CONSTANT_BYTES >> 20} MiB: leave it out"
+        )
+    is_text = h5py.check_string_dtype(item.dtype) is not None
+    with errors_as(FieldError, f"{where} cannot be read"):
+        values = np.asarray(item[()])
+    if is_text and values.dtype.kind == "O":
+        values = np.array([as_bytes(each) for each in values.ravel()], np.bytes_).reshape(values.shape)
+    if values.dtype.kind not in "biufcS":
+        raise FieldError(f"{where} {type_problem(item.dtype)}, or leave the field out")
+    return values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))
+
+
+def as_bytes(text: bytes | str) -> bytes:
+    return text.encode("utf-8", "surrogateescape") if isinstance(text, str) else bytes(text)
+
+
+def attribute_of(item: h5py.Group | h5py.Dataset | None, where: str, name: str, default: Any, file: Path) -> np.ndarray:
+    """Read an attribute of an episode. ``default`` is the value if it is missing; None: raise FieldError."""
+    assert item is not None
+    if default is not None and not h5py.h5a.exists(item.id, name.encode()):
+        return np.array(default.encode() if isinstance(default, str) else default)
+    return np.array(read_attribute(item.id, name, f"{printable(file)}: {printable(where)}", FieldError))
 
 
 def _open_like_first(

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FieldError, printable, shown
+from h5chunk.errors import FieldError, OptionError, count_text, printable, shown
+from h5chunk.plan.episodes import ends_of_flags
 from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions
+from h5chunk.store.hdf5.attributes import join_columns
 from h5chunk.store.hdf5.child import in_child, limited_memory
+from h5chunk.store.hdf5.guard import Guard
+from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.patterns import parse
-from h5chunk.store.read.episodes import EpisodeFile, open_episodes
+from h5chunk.store.read.episodes import (
+    EpisodeFields,
+    EpisodeFile,
+    OpenedEpisodes,
+    attribute_of,
+    open_episodes,
+    read_constant,
+)
 from h5chunk.store.read.fields import FrameDataset, FrameDecoder
 from h5chunk.store.read.files import Paths, check_shards, list_local_files, open_reader
 from h5chunk.store.read.fileset import FileSet
+from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.several import find_offsets
 from h5chunk.store.read.source import Source
+from h5chunk.store.read.windows import Episodes
+
+Table = str | np.ndarray  # a dataset in each file, or its values for all files
+ENDS = "ends"
 
 
 def open_frames(
@@ -27,35 +44,184 @@ def open_frames(
     trusted: bool,
     checksums: str,
     remote: RemoteOptions = NO_OPTIONS,
-) -> Source:
-    """Open the frames of all episodes as the rows of one reader. JPEG and PNG images are decoded by ``decoder``.
+    *,
+    tables: Mapping[str, Sequence[Table]],
+    constants: Iterable[str] = (),
+    attributes: Mapping[str, Any],
+) -> Episodes:
+    """Open the frames of all episodes. JPEG and PNG images are decoded by ``decoder``.
 
-    If the paths in ``fields`` have ``*``, each text that they match is an episode. Raises OptionError if a name has
-    several ``*``, if some paths have more of them than others, and for URLs.
+    If the paths in ``fields`` have ``*``, each text that they match is an episode. Otherwise, ``tables`` has where
+    episodes begin or end, by kind (see `find_borders`); if it is empty, each file is an episode. The fields that are
+    named in ``constants``, and those without axes, have one value per episode. ``attributes`` of episodes are such
+    fields, too; their values are those of episodes that lack them, or None. Raises OptionError if a name has several
+    ``*``, if some paths have more of them than others, and for URLs.
     """
-    patterns = parse("fields", fields)
+    of_rows = {name: path for name, path in fields.items() if name not in constants}
+    alone = {name: parse("fields", {name: fields[name]})[name] for name in fields if name in constants}
+    wanted = EpisodeFields(parse("fields", of_rows), alone, attributes)
     files = list_local_files(path, remote, "Windows")
-    if all("*" not in dataset for dataset in fields.values()):
-        datasets = {name: FrameDataset(dataset, decoder) for name, dataset in fields.items()}
-        return open_reader(path, datasets, trusted=trusted, checksums=checksums)
     check_shards(path)
-
     reached = [files[0]]
 
-    def open_all(say: Callable[[Path], None]) -> list[EpisodeFile]:
-        episodes = []
-        for file in files:
-            say(file)
-            with limited_memory(file, trusted):
-                episodes.append(open_episodes(file, patterns, decoder, trusted, checksums))
-                find_offsets(episodes[-1])
-        return episodes
+    def each_file(work: Callable[[Path], Any], files: Sequence[Path] = files) -> list[Any]:
+        """Call a function for each file, in a child process if the files are not trusted."""
 
-    readers = (
-        open_all(reached.append) if trusted else in_child(open_all, lambda: printable(reached[-1]), reached.append)
+        def call(say: Callable[[Path], None]) -> list[Any]:
+            found = []
+            for file in files:
+                say(file)
+                with limited_memory(file, trusted):
+                    found.append(work(file))
+            return found
+
+        return call(reached.append) if trusted else in_child(call, lambda: printable(reached[-1]), reached.append)
+
+    if any(pattern.stars for pattern in wanted.rows.values()):
+
+        def open_one(file: Path) -> OpenedEpisodes:
+            found = open_episodes(file, wanted, decoder, trusted, checksums)
+            for source in found.sources:
+                find_offsets(source)
+            return found
+
+        of_files: list[OpenedEpisodes] = each_file(open_one)
+        kinds = [[sorted(source.fields) for source in each.sources] for each in of_files]
+        for file, own in zip(files, kinds, strict=True):
+            if own != kinds[0]:
+                raise FieldError(
+                    f"{printable(file)}: other fields have a last frame more than the others than in "
+                    f"{printable(files[0])}: {_one_rule()}"
+                )
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        name = Path(f"{shown(files[0])}{more}")
+        sources: list[Source] = [
+            own[0] if len(own) == 1 else FileSet(own, name)
+            for own in zip(*(each.sources for each in of_files), strict=True)
+        ]
+        borders, names = borders_of(sources[0]), episode_names(sources[0])
+        check_extra(sources, [borders_of(source) for source in sources], names)
+        values = {
+            name: [value for each in of_files for value in each.values[name]] for name in of_files[0].fields.others
+        }
+        return Episodes(sources, borders, names, _joined(values, wanted.attributes, names))
+
+    def open_rows(names: Iterable[str]) -> Source:
+        datasets = {name: FrameDataset(fields[name], decoder) for name in names}
+        return open_reader(path, datasets, trusted=trusted, checksums=checksums)
+
+    def lengths_of(file: Path) -> dict[str, int]:
+        """Return the number of rows of each field of a file, or -1 for a dataset without axes."""
+        with opened(file) as handle:
+            kept = wanted.sorted_by(handle, Guard(file, trusted), str)
+            own = {
+                name: H5Reader(file, {name: FrameDataset(fields[name], decoder)}, trusted=trusted, file=handle)
+                for name in kept.rows
+            }
+        return {name: own[name].num_samples if name in own else -1 for name in of_rows}
+
+    try:
+        sources = [open_rows(of_rows)]
+    except FieldError as error:
+        try:
+            lengths = each_file(lengths_of, files[:1])[0]
+        except FieldError:  # fields that do not differ in length are wrong, too
+            raise error from None
+        scalars = {name: wanted.rows[name] for name in of_rows if lengths[name] < 0}
+        if not scalars and len({*lengths.values()}) == 1:
+            raise
+        wanted = wanted._replace(constants={**alone, **scalars})
+        lengths = {name: length for name, length in lengths.items() if length >= 0}
+        if not lengths:
+            raise OptionError("fields has no dataset with a row per time step: name one, such as the actions") from None
+        sources = [
+            open_rows(name for name, length in lengths.items() if length == each)
+            for each in sorted({*lengths.values()})
+        ]
+    borders, in_files = find_borders(sources[0], tables, trusted)
+    names = [*map(str, range(len(borders) - 1))] if tables else episode_names(sources[0])
+    _check_rows(sources, in_files)
+
+    def read_all(file: Path) -> dict[str, np.ndarray]:
+        with opened(file) as handle:
+            guard = Guard(file, trusted)
+            found = {name: read_constant(handle, guard, str(each)) for name, each in wanted.constants.items()}
+            for name, default in wanted.attributes.items():
+                found[name] = attribute_of(handle["/"], "/", name, default, file)
+        return found
+
+    of_file = each_file(read_all) if wanted.others else []
+    by_name: dict[str, list[np.ndarray]] = {name: [] for name in wanted.others}
+    for file, found, (first, last) in zip(files, of_file, pairwise(in_files.tolist()), strict=False):
+        for name, value in found.items():
+            if not tables or not value.shape:
+                by_name[name] += [value] * (last - first)
+                continue
+            if len(value) != last - first:
+                raise FieldError(
+                    f"{printable(file)}: {fields[name]!r} has {count_text(len(value), 'row')}, but there are "
+                    f"{count_text(last - first, 'episode')}: a constant needs one row per episode, or no axes"
+                )
+            by_name[name] += list(value)
+    return Episodes(sources, borders, names, _joined(by_name, wanted.attributes, names))
+
+
+def _one_rule() -> str:
+    return (
+        "a field may have one frame more than the others at the end of every episode, such as a last observation; name "
+        "fields that have one value per episode in constants=[...]"
     )
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return readers[0] if len(readers) == 1 else FileSet(readers, Path(f"{shown(files[0])}{more}"))
+
+
+def check_extra(sources: Sequence[Source], borders: Sequence[np.ndarray], names: Sequence[str]) -> None:
+    """Raise FieldError unless the second source has one frame more than the first in every episode, and is the last."""
+    for extra, (source, own) in enumerate(zip(sources, borders, strict=True)):
+        odd = np.flatnonzero(np.diff(own) != np.diff(borders[0]) + extra)
+        if len(odd) or extra > 1:
+            number = odd[0] if len(odd) else 0
+            listed = ", ".join(
+                f"{each.main.name!r} has {int(np.diff(of)[number])}" for each, of in zip(sources, borders, strict=True)
+            )
+            raise FieldError(
+                f"{printable(source.path)}: fields differ in length in the episode {printable(names[number])!r} "
+                f"({listed}): {_one_rule()}"
+            )
+
+
+def _check_rows(sources: Sequence[Source], in_files: np.ndarray) -> None:
+    """Raise FieldError unless the second source has one row more for each episode of a file, and is the last one."""
+    for extra, source in enumerate(sources):
+        more = np.diff(source.starts) - np.diff(sources[0].starts) - extra * np.diff(in_files)
+        if more.any() or extra > 1:
+            number = int(np.flatnonzero(more)[0]) if more.any() else 0
+            listed = ", ".join(f"{each.main.name!r} has {int(np.diff(each.starts)[number])}" for each in sources)
+            raise FieldError(
+                f"{printable(source.readers[number].path)}: fields differ in length ({listed}): {_one_rule()}"
+            )
+
+
+def _joined(
+    values: Mapping[str, Sequence[np.ndarray]], attributes: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Return the values of each constant, (num_episodes, ...). Raises FieldError if they differ in shape or type."""
+    found = {}
+    for name, own in values.items():
+        if name in attributes:
+            column = join_columns(name, [each.reshape(1) for each in own])
+            found[name] = column.astype("S1") if column.dtype == "S0" else column
+            continue
+        for episode, each in zip(names, own, strict=True):
+            if each.shape != own[0].shape or (
+                each.dtype != own[0].dtype and {each.dtype.kind, own[0].dtype.kind} != {"S"}
+            ):
+                raise FieldError(
+                    f"the constant {name!r} is {each.dtype} {list(each.shape)} in the episode {printable(episode)!r}, "
+                    f"but {own[0].dtype} {list(own[0].shape)} in {printable(names[0])!r}: give it one shape and type"
+                )
+        found[name] = np.stack(own)
+        if found[name].dtype == "S0":
+            found[name] = found[name].astype("S1")
+    return found
 
 
 def episode_names(frames: Source) -> list[str]:
@@ -72,52 +238,83 @@ def borders_of(frames: Source) -> np.ndarray:
     return np.concatenate([*own, frames.starts[-1:]])
 
 
-def find_borders(frames: Source, kind: str, dataset: str, trusted: bool) -> np.ndarray:
-    """Read the borders of episodes, in the form that `borders_of` returns, from a dataset in each file.
+def find_borders(frames: Source, tables: Mapping[str, Sequence[Table]], trusted: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return the borders of episodes, in the form that `borders_of` returns, and the first episode of each file.
 
-    The dataset has the lengths of episodes if ``kind`` is "lengths", and their first rows if it is "offsets".
+    The latter ends with the number of episodes: (num_files + 1,) int64. Without tables, each file is an episode.
+
+    ``tables`` has at most one kind of tables: "lengths" of episodes, "offsets" (their first rows), or "ends", which
+    mark their last rows. An array has the values of all files.
     """
     found = [np.zeros(1, np.int64)]
-    for number, reader in enumerate(frames.readers):
-        start, stop = frames.starts[number : number + 2].tolist()
-        found.append(start + _ends_of_episodes(reader, stop - start, kind, dataset, trusted))
-    return np.concatenate(found)
+    for kind, given in tables.items():
+        whole = [each for each in given if not isinstance(each, str)]
+        if whole and (kind != ENDS or len(whole[0]) != frames.num_samples):  # a table of the episodes of all files
+            where = f"episode_{kind}"
+            borders = np.append(0, _ends(kind, [(where, np.asarray(whole[0]))], frames.num_samples))
+            if not np.isin(frames.starts, borders).all():
+                raise OptionError(f"{where}: an episode would continue in another file: join the files, or the episode")
+            in_files = np.searchsorted(borders, frames.starts)
+            return borders, np.append(in_files[:-1], len(borders) - 1)
+        for reader, (start, stop) in zip(frames.readers, pairwise(frames.starts.tolist()), strict=True):
+            values = [
+                (f"{printable(reader.path)}: {each!r}", _read_table(reader, each, trusted))
+                if isinstance(each, str)
+                else (f"episode_{kind}", np.asarray(each)[start:stop])
+                for each in given
+            ]
+            found.append(start + _ends(kind, values, stop - start))
+        return np.concatenate(found), np.cumsum([0, *(len(each) for each in found[1:])])
+    return frames.starts, np.arange(len(frames.starts))
 
 
-def _ends_of_episodes(reader: Source, num_rows: int, kind: str, dataset: str, trusted: bool) -> np.ndarray:
-    """Return the end of each episode of a file, which is the row after its last row: (num_episodes,) int64."""
-    table, where = open_reader(reader.path, {kind: dataset}, trusted=trusted), printable(reader.path)
-    field = table.fields[kind]
-    if field.dtype.kind not in "iu" or field.sample_shape or table.num_samples > num_rows:
-        content, remedy = "length" if kind == "lengths" else "first row", ""
-        if field.dtype.kind == "b" and not field.sample_shape:
-            remedy = f"; if it marks the last row of each episode, {lengths_remedy([dataset], num_rows)}"
+def _read_table(reader: Source, dataset: str, trusted: bool) -> np.ndarray:
+    table = open_reader(reader.path, {dataset: dataset}, trusted=trusted)
+    field = table.fields[dataset]
+    values = np.empty((table.num_samples, *field.sample_shape), field.dtype)
+    table.read(dataset, np.arange(len(values)), values)
+    return values
+
+
+def _ends(kind: str, tables: Sequence[tuple[str, np.ndarray]], num_rows: int) -> np.ndarray:
+    """Return the row after the last one of each episode: (num_episodes,) int64. ``tables`` are texts and values."""
+    flags = [_flags(where, values, num_rows) for where, values in tables]
+    if all(each is not None for each in flags) and (kind == ENDS or tables[0][1].dtype.kind == "b"):
+        marks = [each for each in flags if each is not None]
+        if kind == "offsets":  # the rows before each first row are last rows
+            marks = [np.append(each[1:], 0) for each in marks]
+        return ends_of_flags(marks, num_rows)
+    where, numbers = tables[0]
+    if len(tables) > 1:
+        where = next(text for (text, _), each in zip(tables, flags, strict=True) if each is None)
+        raise FieldError(f"{where} must have one boolean for each of {num_rows} rows, like the other datasets of ends")
+    numbers = numbers.reshape(len(numbers)) if numbers.size == len(numbers) else numbers
+    if numbers.dtype.kind not in "iu" or numbers.ndim != 1 or len(numbers) > num_rows:
+        content = {"lengths": "length", "offsets": "first row", ENDS: "end"}[kind]
+        flags_too = ", or a boolean for each row, which is true in its last row" if kind == ENDS else ""
         raise FieldError(
-            f"{where}: {dataset!r} must have one axis of at most {num_rows} integers, the {content} of each episode"
-            f"{remedy}"
+            f"{where} must have one axis of at most {num_rows} integers, the {content} of each episode{flags_too}"
         )
-    numbers = np.empty(table.num_samples, field.dtype)
-    table.read(kind, np.arange(len(numbers)), numbers)
-    if kind == "offsets":
-        firsts = [*numbers.tolist(), num_rows]
-        if firsts[0] != 0 or any(after < first for first, after in pairwise(firsts)):
+    if kind == "lengths":
+        if (numbers < 0).any():
+            raise FieldError(f"{where} has the negative length {numbers.min()}: pass the lengths of episodes")
+        if (total := sum(numbers.tolist())) != num_rows:
             raise FieldError(
-                f"{where}: the first rows of episodes in {dataset!r} must start with 0, not decrease, and be at most "
-                f"{num_rows}, the number of rows of the fields"
+                f"{where} add up to {total}, but the fields have {num_rows} rows: pass lengths of episodes"
             )
-        return np.array(firsts[1:], np.int64)
-    if (numbers < 0).any():
-        raise FieldError(f"{where}: {dataset!r} has the negative length {numbers.min()}: pass the lengths of episodes")
-    if sum(numbers.tolist()) != num_rows:
-        raise FieldError(
-            f"{where}: the lengths of episodes in {dataset!r} add up to {sum(numbers.tolist())}, but the fields have "
-            f"{num_rows} rows"
-        )
-    return np.cumsum(numbers.astype(np.int64))
+        return np.cumsum(numbers.astype(np.int64))
+    borders = [*numbers.tolist(), num_rows] if kind == "offsets" else [0, *numbers.tolist()]
+    if borders[0] != 0 or borders[-1] != num_rows or any(after < first for first, after in pairwise(borders)):
+        rule = "ends of episodes must not be negative, not decrease, and end with"
+        if kind == "offsets":
+            rule = "first rows of episodes must start with 0, not decrease, and be at most"
+        raise FieldError(f"{where}: the {rule} {num_rows}, the number of rows of the fields")
+    return np.array(borders[1:], np.int64)
 
 
-def lengths_remedy(datasets: Sequence[str], num_rows: int) -> str:
-    """Say how to store the lengths of episodes whose last rows are marked by datasets, each by at least one of them."""
-    marks = " | ".join(f"(file[{name!r}][:] != 0)" for name in datasets)
-    ends = f"np.union1d(np.flatnonzero({marks}) + 1, [{num_rows}])"
-    return f"store their lengths, such as file['lengths'] = np.diff({ends}, prepend=0)"
+def _flags(where: str, values: np.ndarray, num_rows: int) -> np.ndarray | None:
+    """Return values as (num_rows,) if they are booleans, or numbers that are all 0 or 1; None otherwise."""
+    if values.dtype.kind not in "biuf" or len(values) != num_rows or values.size != num_rows:
+        return None
+    flat = values.reshape(num_rows)
+    return flat if flat.dtype.kind == "b" or np.isin(flat, (0, 1)).all() else None

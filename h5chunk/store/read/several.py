@@ -263,8 +263,9 @@ def direct_fields(reader: Source) -> tuple[dict[str, ByteReader], dict[str, str]
     if not reader.num_samples:
         return {}, dict.fromkeys(reader.fields, "it is empty")
     if isinstance(reader, WindowReader):
-        frames, reasons = direct_fields(reader.frames)
-        return {name: reader.byte_reader(name, field) for name, field in frames.items()}, reasons
+        parts = [direct_fields(source) for source in reader.sources]
+        frames = {name: reader.byte_reader(name, field) for fields, _ in parts for name, field in fields.items()}
+        return frames, {name: reason for _, reasons in parts for name, reason in reasons.items()}
     if isinstance(reader, PatchReader):
         return reader.direct_fields()
     by_file: dict[str, list[Any]] = {name: [] for name in reader.fields}

@@ -141,6 +141,10 @@ class Source:
         groups = self.groups
         return None if groups is None else np.array(groups.names, np.str_)[groups.numbers[samples]]
 
+    def source_of(self, name: str) -> Source:
+        """Return the source of the rows of which a field's samples consist, such as the frames of windows."""
+        return self
+
     def rows_of_samples(self, name: str, samples: np.ndarray) -> tuple[Source, np.ndarray]:
         """Return where one value per sample of a field is: a source of rows, and the row of each sample, (n,) int64.
 

@@ -13,7 +13,7 @@ from copy import copy
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,46 +33,69 @@ TINY_BYTES = 32  # a window of tiny frames may keep this many bytes per frame th
 SHARED = 4  # minimum length of a chunk of windows, as a multiple of a window's length
 
 
-class WindowReader(Source):
-    """A source whose samples are windows of the rows of ``frames``.
+class Episodes(NamedTuple):
+    """The frames and constants of all episodes.
 
-    ``anchors``, (n,) int64 and ascending, has the row of each window's current time step. ``borders``,
-    (num_episodes + 1,) int64, has the first row of each episode, and finally the number of rows; ``names`` has the name
-    of each episode. ``steps`` maps each field to the offsets of its frames from the anchor. Offsets that lead out of
-    the episode repeat its first or last frame. Fields in ``futures`` have one random later frame of the episode
-    instead, which depends on ``seed``. If there are any, the index of a sample includes an offset for its epoch: see
-    `h5chunk.plan.draws.epoch_rows`. ``masks`` has the field whose padding a computed field marks, by its name.
+    ``sources`` are the sources of the fields that have one frame per time step, and of those that have one more frame
+    at the end of each episode, such as a last observation, if there are any. Their rows are the frames of one episode
+    after another. ``borders``, (num_episodes + 1,) int64, has the first time step of each episode, and finally the
+    number of time steps; ``names`` has the name of each episode. ``constants`` has the fields with one value per
+    episode, (num_episodes, ...) each.
+    """
+
+    sources: Sequence[Source]
+    borders: np.ndarray
+    names: Sequence[str]
+    constants: Mapping[str, np.ndarray]
+
+    @property
+    def extra(self) -> dict[str, int]:
+        """The number of frames that each field has at the end of an episode, after its last time step."""
+        return {name: extra for extra, source in enumerate(self.sources) for name in source.fields}
+
+
+class WindowReader(Source):
+    """A source whose samples are windows of the frames of ``episodes``.
+
+    ``anchors``, (n,) int64 and ascending, has each window's current time step. ``steps`` maps each field to the offsets
+    of its frames from the anchor. Offsets that lead out of the episode repeat its first or last frame. Fields in
+    ``futures`` have one random later frame of the episode instead, which depends on ``seed``. If there are any, the
+    index of a sample includes an offset for its epoch: see `h5chunk.plan.draws.epoch_rows`. ``masks`` has the field
+    whose padding a computed field marks, by its name.
     """
 
     def __init__(
         self,
-        frames: Source,
+        episodes: Episodes,
         anchors: np.ndarray,
-        borders: np.ndarray,
-        names: Sequence[str],
         steps: Mapping[str, np.ndarray],
         *,
         futures: Collection[str] = (),
         masks: Mapping[str, str] = MappingProxyType({}),
         seed: int = 0,
     ) -> None:
-        self.frames, self.anchors, self.steps = frames, anchors, dict(steps)
+        self.anchors, self.steps = anchors, dict(steps)
         self.futures, self._masks, self._seed = frozenset(futures), dict(masks), seed
-        self.episodes, self.episode_names = np.searchsorted(borders, anchors, "right") - 1, list(names)
+        self.sources, self.extra, borders = tuple(episodes.sources), episodes.extra, episodes.borders
+        self.episodes, self.episode_names = np.searchsorted(borders, anchors, "right") - 1, list(episodes.names)
+        self._constants = dict(episodes.constants)
         self._first, self._last = borders[self.episodes], borders[self.episodes + 1] - 1
-        chunks = anchors // frames.chunk_samples
+        # the order of windows is that of the chunks of the largest field
+        self.frames = frames = max(self.sources, key=lambda source: source.main.grid.sample_bytes)
+        rows = anchors + self.extra[frames.main.name] * self.episodes
+        chunks = rows // frames.chunk_samples
         if frames.chunk_starts is not None:
-            chunks = np.searchsorted(frames.chunk_starts, anchors, "right") - 1
+            chunks = np.searchsorted(frames.chunk_starts, rows, "right") - 1
         self._joined = self._chunks_together()
         chunk_starts = starts_of_runs(chunks // self._joined)
         super().__init__(
             frames.path,
-            {name: self._describe(name) for name in frames.fields},
+            {name: self._describe(name) for name in self.steps},
             len(anchors),
             stamp=frames.stamp,
             trusted=frames.trusted,
             checksums=frames.checksums,
-            starts=np.searchsorted(anchors, frames.starts),
+            starts=np.searchsorted(rows, frames.starts),
             chunk_samples=max(1, round(len(anchors) / max(1, len(chunk_starts) - 1))),
             chunk_starts=chunk_starts,
         )
@@ -93,12 +116,27 @@ class WindowReader(Source):
 
     @property
     def computed(self) -> dict[str, Computed]:
-        """The masks of frames that are padding."""
+        """The constants of episodes, and the masks of frames that are padding."""
+        constants = {
+            name: Computed.described(
+                name, (self.num_samples, *values.shape[1:]), values.dtype, partial(self._of_episode, name)
+            )
+            for name, values in self._constants.items()
+        }
         shapes = {mask: self.fields[name].grid.shape[:2] for mask, name in self._masks.items()}
-        return {
+        masks = {
             mask: Computed.described(mask, shapes[mask], bool, partial(self.is_padding, name))
             for mask, name in self._masks.items()
         }
+        return constants | masks
+
+    def _of_episode(self, name: str, samples: np.ndarray) -> np.ndarray:
+        """Return a constant of the episode of each window."""
+        found: np.ndarray = self._constants[name][self.episodes[samples % self.num_samples]]
+        return found
+
+    def source_of(self, name: str) -> Source:
+        return self.sources[self.extra[name]]
 
     @property
     def groups(self) -> Groups:
@@ -107,10 +145,11 @@ class WindowReader(Source):
 
     def rows_of_samples(self, name: str, samples: np.ndarray) -> tuple[Source, np.ndarray]:
         """Return the rows of the current time steps of windows."""
-        return self.frames, self.anchors[samples]
+        extra = self.extra.get(name, 0)
+        return self.sources[extra], self.anchors[samples] + extra * self.episodes[samples]
 
     def datasets_of(self, field: str) -> list[tuple[Path, str]]:
-        return self.frames.datasets_of(field)
+        return self.sources[self.extra.get(field, 0)].datasets_of(field)
 
     def _chunks_together(self) -> int:
         """Return how many chunks of frames to join into one chunk, so that most windows of the chunk share frames."""
@@ -121,7 +160,7 @@ class WindowReader(Source):
         return max(1, round(wanted / frames.chunk_samples))
 
     def _describe(self, name: str) -> Field:
-        field = self.frames.fields[name]
+        field = self.source_of(name).fields[name]
         shape = len(self.anchors), len(self.steps[name]), *field.sample_shape
         grid = ChunkGrid(shape, None, field.dtype.itemsize, False)
         return Field(name, field.dataset, grid, field.dtype, f"{WINDOW}{field.axes[1:]}")
@@ -131,18 +170,30 @@ class WindowReader(Source):
         if self.futures:
             epochs, samples = np.divmod(samples, self.num_samples)
             if name in self.futures:
-                return self._future_rows(epochs, samples)
-        rows = self.anchors[samples, None] + self.steps[name]
-        return np.clip(rows, self._first[samples, None], self._last[samples, None])
+                return self._future_rows(name, epochs, samples)
+        anchors, first, last = self._limits(name, samples)
+        return np.clip(anchors[:, None] + self.steps[name], first[:, None], last[:, None])
 
-    def _future_rows(self, epochs: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    def _limits(self, name: str, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the rows of a field at the current time steps, and its first and last rows in their episodes."""
+        # a field with an extra frame per episode has one more row in front for each episode before this one
+        shift = self.extra[name] * self.episodes[samples]
+        return (
+            self.anchors[samples] + shift,
+            self._first[samples] + shift,
+            self._last[samples] + shift + self.extra[name],
+        )
+
+    def _future_rows(self, name: str, epochs: np.ndarray, samples: np.ndarray) -> np.ndarray:
         """Return the row of a random later frame of each sample's episode, or of its last frame: (n, 1) int64."""
-        last, chances = self._last[samples], np.empty(len(samples))
+        last = self._last[samples] + min(self.extra[each] for each in self.futures)  # at one time step for all fields
+        chances = np.empty(len(samples))
         for epoch in np.unique(epochs).tolist():
             own = epochs == epoch
             chances[own] = Draws(self._seed, epoch, samples[own]).uniform(GOAL_STREAM, 1)[0]
         first = np.minimum(self.anchors[samples] + 1, last)
-        return (first + (chances * (last - first + 1)).astype(np.int64))[:, None]
+        steps = first + (chances * (last - first + 1)).astype(np.int64)
+        return (steps + self.extra[name] * self.episodes[samples])[:, None]
 
     def distinct_rows(self, name: str, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the distinct rows of all frames of these samples, (m,) int64 and ascending, and a table, int64.
@@ -167,8 +218,7 @@ class WindowReader(Source):
         shifts = firsts - np.append(0, ends[:-1])
         shift = np.empty(len(first), np.int64)
         shift[order] = shifts[np.cumsum(apart) - 1]
-        limits = self.anchors[samples], self._first[samples], self._last[samples]
-        table = np.stack(limits, axis=1) - shift[:, None]
+        table = np.stack(self._limits(name, samples), axis=1) - shift[:, None]
         return np.arange(ends[-1]) + np.repeat(shifts, lasts - firsts + 1), table
 
     def is_dense(self, name: str) -> bool:
@@ -176,14 +226,13 @@ class WindowReader(Source):
 
         This takes less memory if the window uses at least half of them, or if frames are smaller than their positions.
         """
-        steps, frame_bytes = self.steps[name], self.frames.fields[name].grid.sample_bytes
+        steps, frame_bytes = self.steps[name], self.source_of(name).fields[name].grid.sample_bytes
         span = max(2, TINY_BYTES // max(1, frame_bytes)) * len(steps)
         return name not in self.futures and bool(steps[-1] - steps[0] + 1 <= span)
 
     def _ends_of(self, name: str, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of the first and the last frame of these samples: (n,) int64 each."""
-        anchors, steps = self.anchors[samples], self.steps[name]
-        limits = self._first[samples], self._last[samples]
+        steps, (anchors, *limits) = self.steps[name], self._limits(name, samples)
         return np.clip(anchors + steps[0], *limits), np.clip(anchors + steps[-1], *limits)
 
     def frames_of_chunks(self, name: str, samples: np.ndarray, lanes: int, *, once: bool) -> Callable[[int], int]:
@@ -231,7 +280,8 @@ class WindowReader(Source):
 
     def is_padding(self, name: str, samples: np.ndarray) -> np.ndarray:
         """Return which frames of a field are padding, because they are beyond the episode: (n, num_frames) bool."""
-        return self.rows_of(name, samples) != self.anchors[samples % self.num_samples, None] + self.steps[name]
+        anchors, _, _ = self._limits(name, samples % self.num_samples)
+        return self.rows_of(name, samples) != anchors[:, None] + self.steps[name]
 
     def byte_reader(self, name: str, frames: ByteReader) -> ByteReader:
         """Return the byte reader of a field's windows. ``frames`` is the byte reader of its frames."""
@@ -242,9 +292,11 @@ class WindowReader(Source):
         """A CRC-32 of the fingerprint of the frames, and of the rows of all windows."""
         steps = {name: steps.tolist() for name, steps in self.steps.items()}
         fingerprint = zlib.crc32(repr((steps, sorted(self.futures), self._seed)).encode())
-        for table in (self.anchors, self._first, self._last):
+        for table in (self.anchors, self._first, self._last, *self._constants.values()):
             fingerprint = zlib.crc32(table.tobytes(), fingerprint)
-        return zlib.crc32(str(self.frames.fingerprint).encode(), fingerprint)
+        for source in self.sources:
+            fingerprint = zlib.crc32(str(source.fingerprint).encode(), fingerprint)
+        return fingerprint
 
     @property
     def chunk_bytes(self) -> int:
@@ -253,29 +305,33 @@ class WindowReader(Source):
 
     def set_caches(self, main: CacheSettings) -> None:
         """Set the caches of the frames. They hold as many chunks of frames as ``main`` holds chunks of windows."""
-        grid = self.frames.main.grid
-        bands = min(grid.num_bands, 2 + main.nbytes // max(1, self.frames.chunk_bytes)) if grid.chunks else 0
-        self.frames.set_caches(grid.cache_for(bands))
+        for source in self.sources:
+            grid = source.main.grid
+            bands = min(grid.num_bands, 2 + main.nbytes // max(1, self.frames.chunk_bytes)) if grid.chunks else 0
+            source.set_caches(grid.cache_for(bands))
 
     def actual_caches(self) -> dict[str, CacheSettings]:
-        return self.frames.actual_caches()
+        return {name: cache for source in self.sources for name, cache in source.actual_caches().items()}
 
     def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
         """Read samples of a field through HDF5, with each frame read only once."""
         assert isinstance(out, np.ndarray)
         frames, where = np.unique(self.rows_of(name, rows), return_inverse=True)
         values = np.empty((len(frames), *out.shape[2:]), out.dtype)
-        self.frames.read(name, frames, values)
+        self.source_of(name).read(name, frames, values)
         out[...] = values[where.reshape(out.shape[:2])]
 
     def check_unchanged(self, descriptor: Any = None) -> None:
-        self.frames.check_unchanged(descriptor)
+        for source in self.sources:
+            source.check_unchanged(descriptor)
 
     def close(self) -> None:
-        self.frames.close()
+        for source in self.sources:
+            source.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "frames": copy(self.frames)}
+        sources = tuple(copy(source) for source in self.sources)
+        return {**super().__getstate__(), "sources": sources, "frames": sources[self.sources.index(self.frames)]}
 
 
 class WindowBytes(ByteReader):

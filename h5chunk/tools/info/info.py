@@ -37,7 +37,6 @@ from h5chunk.store.read.fields import (
     find_matrix_groups,
 )
 from h5chunk.store.read.files import Paths, list_files, open_reader, single_file
-from h5chunk.store.read.frames import lengths_remedy
 from h5chunk.store.read.ragged import (
     ImagesField,
     describe_images,
@@ -368,8 +367,9 @@ def _find_code(
         usual = []
     notes = [
         f"{' and '.join(map(repr, ends))} {'seem' if ends[1:] else 'seems'} to mark the last rows of episodes; for "
-        "windows within episodes, "
-        f"{lengths_remedy(ends, num_rows)}, and pass episode_lengths='lengths' to h5chunk.Windows"
+        f"windows within episodes: data = h5chunk.Windows({argument}, "
+        f"{{{_rows_of(datasets, num_rows, fields, ends)}}}, 16, episode_ends={(ends if ends[1:] else ends[0])!r}"
+        f"{TRUSTED if trusted else ''})"
         for num_rows, ends in _episode_ends(datasets, fields).items()
     ]
     if header is None and not matrices:
@@ -408,6 +408,14 @@ def _episode_ends(datasets: Sequence[DatasetInfo], fields: Sequence[str]) -> dic
         if item.name in fields and item.num_axes == 1 and item.name.rpartition("/")[2].lower() in EPISODE_ENDS:
             ends.setdefault(item.shape[0], []).append(item.name)
     return ends
+
+
+def _rows_of(datasets: Sequence[DatasetInfo], num_rows: int, fields: Sequence[str], ends: Sequence[str]) -> str:
+    """Return the fields with this number of rows, other than ``ends``, as the inside of a Python dictionary."""
+    names = [item.name for item in datasets if item.name in fields and item.shape[0] == num_rows]
+    return ", ".join(
+        f"{python_text(name.rpartition('/')[2])}: {python_text(name)}" for name in names if name not in ends
+    )
 
 
 def _find_cache(

@@ -85,13 +85,15 @@ def _minari(shapes: Shapes, num_steps: int) -> Found | None:
             episodes.setdefault(match[1], {})[match[2]] = shape
     if not episodes:
         return None
+    first = next(iter(episodes.values()))
     names = [
         name
-        for name, (_, *step) in next(iter(episodes.values())).items()
-        if all(own.get(name, ())[1:] == tuple(step) for own in episodes.values())
-        and all("actions" in own and own[name][0] == own["actions"][0] for own in episodes.values())
+        for name in first
+        if all(name in own and "actions" in own and own[name][1:] == first[name][1:] for own in episodes.values())
+        and {own[name][0] - own["actions"][0] for own in episodes.values()} in ({0}, {1})
     ]
-    return {name.rpartition("/")[2]: f"*/{name}" for name in sorted(names)[:MAX_FIELDS]}, f"length={num_steps}"
+    fields = {name.rpartition("/")[2]: f"episode_*/{name}" for name in sorted(names)[:MAX_FIELDS]}
+    return fields, f"length={num_steps}"
 
 
 def _flat(shapes: Shapes, num_steps: int) -> Found | None:
@@ -103,6 +105,19 @@ def _flat(shapes: Shapes, num_steps: int) -> Found | None:
     rows = max((shape[0] for shape in others.values()), default=0)
     names = _ordered({name: shape for name, shape in others.items() if shape[0] == rows})
     return {name: name for name in names}, f"length={num_steps}, episode_lengths={python_text(lengths)}"
+
+
+def _flags(shapes: Shapes, num_steps: int) -> Found | None:
+    """Recognise D4RL: the steps of all episodes in one dataset per field, and flags that mark the last steps."""
+    if "observations" not in shapes or "actions" not in shapes:
+        return None
+    rows = shapes["actions"][0]
+    ends = [name for name in ("terminals", "timeouts") if shapes.get(name) == (rows,)]
+    names = _ordered(
+        {name: shape for name, shape in shapes.items() if "/" not in name and shape[0] == rows and name not in ends}
+    )
+    arguments = f"length={num_steps}, episode_ends={python_text(ends[0]) if len(ends) == 1 else ends}"
+    return ({name: name for name in names}, arguments) if ends else None
 
 
 def _series(shapes: Shapes, num_steps: int) -> Found | None:
@@ -156,11 +171,9 @@ LAYOUTS = (
         "layout of Minari, with a group per episode",
         _minari,
         10,
-        notes=(
-            "observations have one step more than actions, and fields of h5chunk.Windows have equal lengths: copy the "
-            "episodes to a new file with h5py, with observations[:-1], and add the field",
-        ),
+        notes=("observations have one step more than actions: for the next ones, read them again, with shift",),
     ),
+    Layout("layout of D4RL, with all episodes one after another, and flags at their ends", _flags, 10),
     Layout("layout of stable-worldmodel, with all episodes one after another", _flat, 4),
     Layout("layout of makani, with a series of channels on a grid", _series, 2),
     Layout(
