@@ -483,9 +483,9 @@ def test_the_printed_code_ends_episodes_at_every_mark(tmp_path: Path) -> None:
     found = h5chunk.info(fields(actions=np.zeros((30, 2)), **marks)(tmp_path / "d4rl.h5"))
     assert "D4RL" in found.layout
     exec("\n".join(found.code), scope)
-    assert scope["data"].fields == ("observations", "actions") and len(scope["data"]) == 1 + 1
+    assert scope["data"].fields == ("actions", "observations") and len(scope["data"]) == 1 + 1
     for batch in scope["loader"]:
-        assert batch[0].shape[1:] == (10, 3)
+        assert batch[1].shape[1:] == (10, 3)
 
 
 @pytest.mark.parametrize(("pattern", "count"), [("traces/{}/data", 50), ("data/demo_{}", 6), ("vol{}/raw", 3)])
