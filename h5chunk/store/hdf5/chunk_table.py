@@ -67,11 +67,16 @@ class ChunkTable:
 
     @property
     def is_one_run(self) -> bool:
-        """True if chunks of whole rows are stored in order without gaps: any range of rows is one byte range."""
-        if len(self) == 0 or self.offsets[0] < 0 or self.chunk_shape[1:] != self.shape[1:]:
+        """True if all chunks are stored in order and without gaps."""
+        if len(self) == 0 or self.offsets[0] < 0:
             return False
         expected = self.offsets[0] + np.arange(len(self)) * self.sizes[0]
         return bool((self.offsets == expected).all() and (self.sizes == self.sizes[0]).all())
+
+    @property
+    def is_run_of_rows(self) -> bool:
+        """True if these chunks also have whole rows, so that any range of rows is one byte range."""
+        return self.chunk_shape[1:] == self.shape[1:] and self.is_one_run
 
     def chunk_at(self, offset: int) -> int:
         """Return the index of the chunk that contains a file offset."""

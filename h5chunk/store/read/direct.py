@@ -228,7 +228,7 @@ class PlainField(ByteReader):
             raise NotDirect("the size of its chunks does not follow from their type and shape")
         self.name, self._path = name, path
         self.row_bytes, self.num_bytes = math.prod(self._shape[1:]) * self._dtype.itemsize, dataset.nbytes
-        self.is_one_run = table.is_one_run
+        self.is_one_run = table.is_run_of_rows
         self._table, self._chunk_rows = table, table.chunk_shape[0]
         self._checks = ChunkChecks(path, name, table, sums[name], indptr) if name in sums else None
 
