@@ -149,6 +149,22 @@ NO_LOADER = dict.fromkeys(
 )
 
 
+class Member(Rows):
+    """A column of a table."""
+
+    fields = ("table.images", "labels")
+    numbers = "table.images"
+    empty: Mapping[str, Empty] = {**BY_HDF5, **NO_STATISTICS}
+
+    def put(self, file: h5py.File, data: np.ndarray) -> None:
+        rows = np.zeros(N, [("weight", "f8"), ("images", data.dtype, data.shape[1:])])
+        rows["images"] = data
+        file.create_dataset("table", data=rows, **self.layout)
+
+    def read(self, file: h5py.File) -> list[Sample]:
+        return [*zip(file["table"]["images"], file["labels"][()], strict=True)]
+
+
 class Strings(Rows):
     """A string of fixed length beside the numbers."""
 
@@ -305,6 +321,7 @@ class EachDataset(Kind):
     fields: Mapping[str, str] | Sequence[str] = {"images": "traces/*/data"}
     single = "label"
     layout: Mapping[str, Any] = {}
+    has_unwritten = False
     empty: Mapping[str, Empty] = {
         **NO_URLS,
         "checksums": Empty(
@@ -317,7 +334,8 @@ class EachDataset(Kind):
         for number, length in enumerate(LENGTHS):
             group = file.create_group(f"traces/{number:03}")
             rows = random.normal(size=(length + 1 if self.sizes else 6, 3)).astype(np.float32)
-            group.create_dataset("data", data=rows, **self.layout)
+            own = {"fillvalue": 2} if self.has_unwritten and number % 3 == 1 else {"data": rows, **self.layout}
+            group.create_dataset("data", rows.shape, rows.dtype, **own)
             group.attrs["label"] = int(random.integers(1 << 20))
 
     def open(self, paths: Sequence[Any], *, numbered: bool = False, **options: Any) -> Any:
@@ -460,7 +478,10 @@ KINDS: list[Kind] = [
     Compact("compact", empty=BY_HDF5),
     Rows("bool", dtype=bool),
     Rows("float16", dtype=np.float16),
+    Rows("complex", dtype=np.complex64, empty={**FOREIGN, **NO_STATISTICS}),
     Enum("enum"),
+    Member("member"),
+    Member("member, gzip", layout={"chunks": (4,), "compression": "gzip"}, is_coded=True),
     Strings("strings"),
     Converted("converted"),
     Converted("shards", convert={"shards": 3}, empty=dict.fromkeys(("changed", "changed_loader"), NOT_NOTICED)),
@@ -477,6 +498,7 @@ KINDS: list[Kind] = [
     VariableLength("variable length, chunked", layout={"chunks": (4,)}),
     EachDataset("dataset per sample"),
     EachDataset("dataset per sample, gzip", layout={"chunks": (4, 2), "compression": "gzip"}),
+    EachDataset("dataset per sample, some unwritten", layout={"chunks": (4, 2)}, has_unwritten=True),
     EachDataset("dataset per sample, ragged", sizes=("images",), empty={**EachDataset.empty, "transform": OF_BATCHES}),
     Episodes("episodes by lengths"),
     Episodes("episodes as files", where="files"),

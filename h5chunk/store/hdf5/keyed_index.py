@@ -125,7 +125,7 @@ class FieldIndex:
         if not self.chunked:
             return self.shapes
         chunks = np.array([chunk for chunk, _ in self.chunked], np.int64)
-        return np.where(self.kinds[:, None] > CONTIGUOUS, chunks[self.kinds - 1], self.shapes)
+        return np.where(self.kinds[:, None] > CONTIGUOUS, chunks[np.maximum(self.kinds, 1) - 1], self.shapes)
 
     def num_blocks(self) -> np.ndarray:
         """Return the number of blocks of each sample: (n,) int64."""
