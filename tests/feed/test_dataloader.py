@@ -69,16 +69,6 @@ def test_workers_give_the_same_batches(path, context, num_workers):
     assert sorted(label for _, labels in expected[0] for label in labels) == list(range(N))
 
 
-def test_epochs_go_on_without_persistent_workers(path):
-    alone, loader = make_loader(path), make_loader(path, 2, "fork")
-    for _ in range(2):
-        assert epoch(loader) == epoch(alone)
-    loader.batch_sampler.set_epoch(0)
-    alone.batch_sampler.set_epoch(0)
-    assert epoch(loader) == epoch(alone)
-    assert loader.batch_sampler.order.epoch == 1
-
-
 def test_used_before_a_fork(path):
     loader = make_loader(path, 2, "fork")
     before = loader.dataset[[5, 9]]
@@ -293,26 +283,6 @@ def test_transform(path, num_workers):
         assert labels.equal(same)
 
 
-def test_strings_travel(path):
-    loader = make_loader(path, 1, "fork", dataset_options={"fields": ["names", "labels"]})
-    names, labels = next(iter(loader))
-    assert all(isinstance(name, str) and len(name) == 3 for name in names)
-    assert len(names) == len(labels) == 16
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_plain_use(path, num_workers):
-    loader = DataLoader(
-        ChunkDataset(path),
-        batch_size=4,
-        shuffle=True,
-        num_workers=num_workers,
-        multiprocessing_context="fork" if num_workers else None,
-    )
-    seen = [int(label) for _, labels in loader for label in labels]
-    assert sorted(seen) == list(range(N)) != seen
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_subset(path, num_workers):
     wanted = [5, 9, 1, 100, 42]
@@ -320,11 +290,6 @@ def test_subset(path, num_workers):
     context = "fork" if num_workers else None
     loader = DataLoader(subset, batch_size=2, num_workers=num_workers, multiprocessing_context=context)
     assert [int(label) for _, labels in loader for label in labels] == wanted
-
-
-def test_without_labels(tmp_path):
-    loader = make_loader(make_images(tmp_path / "b.h5", 40, 4))
-    assert [len(batch) for batch in loader] == [1, 1, 1]
 
 
 class Told(ChunkDataset):

@@ -184,14 +184,6 @@ def test_pickles_without_handles(tmp_path):
     assert again.actual_caches() == dataset.actual_caches()
 
 
-def test_closing_and_reading_on(tmp_path):
-    dataset = ChunkDataset(make_images(tmp_path / "a.h5", 20, 4))
-    first = dataset[3]
-    dataset.close()
-    dataset.close()
-    assert dataset[3][0].equal(first[0])
-
-
 def test_batches_are_not_overwritten(tmp_path):
     dataset = ChunkDataset(make_images(tmp_path / "a.h5", 200, 4))
     kept = [dataset[[i, i + 1]][0] for i in range(0, 200, 2)]

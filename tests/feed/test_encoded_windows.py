@@ -257,17 +257,6 @@ def test_padding_strides_goals_and_splits_apply_to_images(tmp_path: Path) -> Non
     assert np.array_equal(loaded(part), np.stack(wanted)[part.samples])
 
 
-def test_a_resumed_epoch_continues_with_the_same_images(tmp_path: Path) -> None:
-    windows = h5chunk.Windows(robot(tmp_path / "a.h5", frames()), ROBOT, 2)
-    with h5chunk.ChunkLoader(windows, 4, seed=3) as loader:
-        batches = iter(loader)
-        next(batches)
-        state, rest = loader.state_dict(), [batch[0].clone() for batch in batches]
-    with h5chunk.ChunkLoader(windows, 4, seed=3) as loader:
-        loader.load_state_dict(state)
-        assert torch.equal(torch.cat([batch[0] for batch in loader]), torch.cat(rest))
-
-
 NORMALIZE = {"image": [Normalize((0.5,) * 3, (0.2,) * 3)]}
 
 

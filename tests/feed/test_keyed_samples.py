@@ -107,18 +107,6 @@ def test_info_prints_the_line_that_opens_a_dataset_per_sample(tmp_path: Path) ->
     assert h5chunk.info(path).layout == ""
 
 
-def test_a_data_loader_with_workers_reads_the_same(tmp_path: Path) -> None:
-    path = _make(tmp_path / "traces.h5", "whole")
-    dataset = h5chunk.Keyed(path, {"wave": "traces/*/data"}, attributes=["station", "magnitude"])
-    sampler = h5chunk.ChunkSampler(dataset, 5, seed=3)
-    batches = list(DataLoader(dataset, batch_sampler=sampler, num_workers=1))
-    numbers = (torch.cat([batch[2] for batch in batches]) * 4).int().numpy()
-    np.testing.assert_array_equal(torch.cat([batch[0] for batch in batches]), _expected(path)[numbers])
-    assert [name for batch in batches for name in batch[1]] == [f"st{number % 3}" for number in numbers]
-    direct = h5chunk.ChunkLoader(h5chunk.Keyed(path, {"wave": "traces/*/data"}), 5, seed=3)
-    assert all(torch.equal(ours, theirs[0]) for (ours,), theirs in zip(direct, batches, strict=True))
-
-
 def test_names_values_subsets_and_several_files(tmp_path: Path) -> None:
     paths = [_make(tmp_path / f"{name}.h5", count=4) for name in "ab"]
     dataset = _open(paths)  # type: ignore[arg-type]

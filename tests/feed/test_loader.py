@@ -24,8 +24,6 @@ from support.leftovers import WAIT_S, are_readers_again, in_fork, nothing_is_lef
 from support.loader_files import CHANNELS_LAST, IMAGES, LABELS, N, large, least_memory, path, slots_of, windows_bytes
 from support.orders import ordered
 
-import h5chunk
-import h5chunk.feed.loader
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, TrustError
 from h5chunk.feed.batches import EpochReport
 from h5chunk.feed.dataset import ChunkDataset
@@ -327,13 +325,6 @@ def test_windows_that_grow(path, monkeypatch, reuse):
         assert [each.window_batches for each in loader.order.rounds()] == [1, 2]
         for epoch in epochs:
             assert as_lists(loader) == epoch
-
-
-def test_converted(tmp_path, class_folder):
-    h5chunk.convert(class_folder(count=30), tmp_path / "a.h5")
-    expected = expected_epochs(tmp_path / "a.h5", 7, 2)
-    with h5chunk.ChunkLoader(tmp_path / "a.h5", 7) as loader:
-        assert [as_lists(loader), as_lists(loader)] == expected
 
 
 # Numbers of samples and epochs

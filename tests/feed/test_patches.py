@@ -85,24 +85,6 @@ def _same(first: Any, second: Any) -> bool:
     )
 
 
-@pytest.mark.filterwarnings("ignore:field 'raw' is read through h5py")
-def test_values_are_those_of_slicing_however_they_are_read(path):
-    patches = h5chunk.Patches(path, FIELDS, SIZE, positions=True)
-    assert [name.rsplit(": ")[1] for name, _ in patches.volumes] == ["a", "b9", "b10"]
-    _check([field[None] for field in patches[5]], _cut_plain)
-    _check(patches[[9, 2, 3]], _cut_plain)
-    with (
-        h5chunk.ChunkLoader(patches, 7, seed=1) as loader,
-        h5chunk.ChunkLoader(patches, 7, seed=1, reader="h5py") as by_h5py,
-    ):
-        batches = _epochs(loader, 2)
-        assert _same(batches, _epochs(by_h5py, 2))
-    for batch in batches:
-        _check(batch, _cut_plain)
-    sampler = h5chunk.ChunkSampler(patches, 7, seed=1)
-    assert _same(batches, _epochs(DataLoader(patches, batch_sampler=sampler, num_workers=2), 2))
-
-
 @pytest.mark.parametrize("shape", [(30, 200, 210), (2, 1100, 1000), (2, 2, 90, 1600, 2)], ids=str)
 def test_contiguous_volumes_are_read_in_blocks(tmp_path, shape):
     values = np.random.default_rng(0).random(shape, np.float32)

@@ -170,13 +170,6 @@ def test_parts(paths: list[Path]) -> None:
     assert len(drawn) == count and abs(drawn.count(3) - count / 4) < 1 and set(drawn) == {3, count - 1}
 
 
-@pytest.mark.parametrize("reader", ["direct", "h5py"])
-def test_resident(paths: list[Path], reader: str) -> None:
-    with ChunkLoader(paths, 16, resident=True, reader=reader) as loader, ChunkLoader(paths, 16) as streamed:
-        assert loader.is_resident
-        assert epoch_of(loader) == epoch_of(streamed)
-
-
 @pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.nightly)])
 def test_workers(paths: list[Path], context: str) -> None:
     dataset, order = ChunkDataset(paths), {"window_chunks": 4, "interleave": 2, "seed": 1}
@@ -195,13 +188,6 @@ def test_text_and_other_fields(tmp_path: Path) -> None:
     rows = [17, 0, 7, 6]
     assert dataset[rows][1] == [np.concatenate(names)[row].decode() for row in rows]
     assert dataset.values("x").tolist() == [*range(7), *range(10, 21)]
-
-
-def test_contiguous_files(tmp_path: Path) -> None:
-    for number, some in enumerate((IMAGES[:50], IMAGES[50:90])):
-        make_file(tmp_path / f"{number}.h5", images=(some, {}), labels=(np.arange(50 * number, 50 + 40 * number), {}))
-    with ChunkLoader(tmp_path, 16) as loader:
-        assert sorted(flat(epoch_of(loader))) == list(range(90))
 
 
 def test_caches_of_all_files_hold_what_one_would(tmp_path: Path) -> None:
