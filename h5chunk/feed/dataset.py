@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -37,6 +38,7 @@ from h5chunk.remote.mirror import remote_options
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import Field, Fields, parse_fields
 from h5chunk.store.read.files import Paths, open_reader, reopen_with_fields
+from h5chunk.store.read.fileset import are_images
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.several import NOTABLE, read_amplification
 from h5chunk.store.read.source import Computed, Source
@@ -136,6 +138,13 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             self._reader = path
         else:
             self._reader = open_reader(path, stored, trusted=trusted, checksums=checksums, remote=remote)
+            if are_images(self._reader.readers, surely=True):
+                names = [field.dataset for field in self._reader.fields.values()]
+                warnings.warn(
+                    f"each of the {len(self._reader.readers)} files of {self.path} seems to be an image, of which this "
+                    f"data set reads each row as a sample: h5chunk.Keyed(path, {names}) reads each file as one",
+                    stacklevel=2,
+                )
         found = (*self._reader.fields, *self._reader.computed)
         self._names = tuple(dict.fromkeys((*_with_columns(named or (), found), *found)))
         for name in self._names:

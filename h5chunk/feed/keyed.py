@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from h5chunk.errors import MAX_NUMBER, OptionError, printable
 from h5chunk.feed.dataset import SAMPLE_NUMBER, ChunkDataset, without_numbers
 from h5chunk.remote.mirror import remote_options
-from h5chunk.store.hdf5.keyed_index import Wanted
+from h5chunk.store.hdf5.keyed_index import KeyedIndex, Wanted
 from h5chunk.store.hdf5.keyed_list import open_index
 from h5chunk.store.hdf5.patterns import parse_samples
 from h5chunk.store.read.checksums import OFF
@@ -63,6 +65,10 @@ class Keyed(ChunkDataset):
         sample's datasets, and then from the groups above, up to the file. A mapping such as ``{"magnitude": -1.0,
         "station": None}`` has the default for samples that lack the attribute; None means that no sample may lack it.
         If the default is a number, the strings ``""`` and ``"None"`` count as lacking, and others are read as numbers.
+    labels : mapping of int, optional
+        Fields that are parts of the samples' keys as class numbers (int64), by name. ``{"label": 0}`` is the first
+        part: for ``"*/*/pixels"``, the name of the outer group. The classes are sorted by name; `classes` has the names
+        of a single such field, and `categories` of any. A negative number counts from the last part.
     transform, trusted, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
     checksums : {"off"}
@@ -86,6 +92,7 @@ class Keyed(ChunkDataset):
         pattern: str | Sequence[str] | Mapping[str, str],
         *,
         attributes: Sequence[str] | Mapping[str, Any] = (),
+        labels: Mapping[str, int] | None = None,
         transform: Any = None,
         trusted: bool = False,
         checksums: str = OFF,
@@ -101,11 +108,19 @@ class Keyed(ChunkDataset):
         defaults = dict(attributes) if isinstance(attributes, Mapping) else dict.fromkeys(attributes)
         for value in defaults.values():
             _check_default(value)
-        if taken := [name for name in attributes if name in patterns or name in numbered]:
+        labels = {} if labels is None else labels
+        if not isinstance(labels, Mapping) or not all(type(part) is int for part in labels.values()):
             raise OptionError(
-                f"attributes has {taken[0]!r}, which is also the name of a field: rename the field by passing a "
-                "mapping as pattern"
+                f"labels is {labels!r}: pass a mapping of names to parts of the key, as in {{'label': 0}}"
             )
+        known = [*patterns, *numbered]
+        for argument, given_names in (("attributes", list(attributes)), ("labels", list(labels))):
+            if taken := [name for name in given_names if name in known]:
+                raise OptionError(
+                    f"{argument} has {taken[0]!r}, which is also the name of a field: rename the field by passing a "
+                    "mapping as pattern, or use another name"
+                )
+            known += given_names
         if checksums != OFF:
             raise OptionError(
                 f"checksums is {checksums!r}, but samples that are datasets have no checksums: leave checksums out, or "
@@ -119,11 +134,37 @@ class Keyed(ChunkDataset):
             )
         wanted = Wanted(patterns, defaults, trusted)
         index = open_index(files, wanted, partial(progress or _Line(), "index"))
+        self._classes = {}
+        for name, part in labels.items():
+            self._classes[name], index.columns[name] = _classes_of(index, name, part)
         super().__init__(
             keyed_source(files, wanted, index),
             fields={**patterns, **dict.fromkeys(numbered, SAMPLE_NUMBER)},
             transform=transform,
         )
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes of the field in ``labels``; empty if there is none, or if there are several."""
+        found = list(self._classes.values())
+        return tuple(found[0].tolist()) if len(found) == 1 else ()
+
+    def categories(self, field: str) -> np.ndarray:
+        """Return the names of the classes of a field in ``labels``: (num_classes,) of str."""
+        return self._classes[field] if field in self._classes else super().categories(field)
+
+
+def _classes_of(index: KeyedIndex, name: str, part: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sorted classes, (num_classes,) of str, and the class of each sample, (n,) int64."""
+    keys = [index.name(number).split("/") for number in range(index.num_samples)]
+    shortest = min(keys, key=len)
+    if not -len(shortest) <= part < len(shortest):
+        raise OptionError(
+            f"labels has {part} for {name!r}, but the key {printable('/'.join(shortest))!r} has only parts from 0 to "
+            f"{len(shortest) - 1}: pass one of them, or patterns with more *"
+        )
+    classes, codes = np.unique([key[part] for key in keys], return_inverse=True)
+    return classes, codes.astype(np.int64)
 
 
 def _without_numbers(pattern: Any) -> tuple[Any, list[str]]:

@@ -653,3 +653,45 @@ def test_samples_are_numbered_and_split_by_an_attribute(tmp_path: Path) -> None:
             dataset.values("y")
     with pytest.raises(h5chunk.OptionError, match="no checksums: leave checksums out"):
         h5chunk.Keyed(tmp_path / "0.h5", "t/*/x", checksums="first")
+
+
+def test_parts_of_keys_are_labels(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        with h5py.File(tmp_path / f"{split}.h5", "w") as file:
+            for name in ("dog", "ant", "cat")[: 3 if split == "train" else 2]:
+                for number in range(2):
+                    file[f"{name}/{number}/pixels"] = np.full((2, 2), ord(name[0]))
+    labels = {"label": 0, "number": -1}
+    dataset = h5chunk.Keyed([tmp_path / "train.h5", tmp_path / "val.h5"], "*/*/pixels", labels=labels)
+    assert dataset.categories("label").tolist() == ["ant", "cat", "dog"] and dataset.classes == ()
+    for pixels, label, number in h5chunk.ChunkLoader(dataset, 3):
+        assert label.dtype == torch.int64 and set(number.tolist()) <= {0, 1}
+        assert pixels[:, 0, 0].tolist() == [ord("acd"[each]) for each in label.tolist()]
+    parts = dataset.split([0.5, 0.5], stratify="label")
+    assert [sorted(part.values("label")) for part in parts] == [[0, 0, 1, 2, 2]] * 2
+    files = _make_bags(tmp_path / "bags")
+    bags = h5chunk.Keyed(files, ["image"], labels={"volume": 0})
+    assert bags.classes == ("volume_0", "volume_1", "volume_2") and bags.values("volume").tolist() == [
+        number // 4 for number in range(12)
+    ]
+    with pytest.raises(h5chunk.OptionError, match="labels has 2 for 'label', but the key 'ant/0' has only parts"):
+        h5chunk.Keyed(tmp_path / "val.h5", "*/*/pixels", labels={"label": 2})
+    with pytest.raises(h5chunk.OptionError, match="labels has 'pixels', which is also the name of a field"):
+        h5chunk.Keyed(tmp_path / "val.h5", "*/*/pixels", labels={"pixels": 0})
+
+
+def test_a_folder_of_images_is_named_by_info_and_by_a_warning(tmp_path: Path) -> None:
+    for number in range(4):
+        with h5py.File(tmp_path / f"slice{number}.h5", "w") as file:
+            file["image"], file["mask"] = np.full((24, 24, 4), number), np.zeros((24, 24, 3), np.uint8)
+    info = h5chunk.info(tmp_path)
+    space: dict[str, Any] = {}
+    exec("\n".join(info.code), space)
+    assert info.layout == "an image in each file" and len(space["data"]) == 4
+    assert next(iter(space["loader"]))[0].shape == (4, 24, 24, 4)
+    with pytest.warns(UserWarning, match=r"seems to be an image.*h5chunk\.Keyed\(path, \['image', 'mask'\]\)"):
+        assert len(h5chunk.ChunkDataset(tmp_path, fields=["image", "mask"])) == 96
+    for number in range(4):
+        with h5py.File(tmp_path / f"slice{number}.h5", "w") as file:
+            file["features"] = np.zeros((10 + number, 8))
+    assert "each file is one sample instead: data = h5chunk.Keyed(" in str(h5chunk.info(tmp_path))

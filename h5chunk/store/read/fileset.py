@@ -30,6 +30,7 @@ from h5chunk.store.read.source import Computed, Source
 from h5chunk.store.read.tables import COLUMN_IDS, check_same
 from h5chunk.store.read.vlen import VlenField
 
+MIN_IMAGES, MAX_CHANNELS = 4, 4  # of a folder with an image per file
 RESERVED_DESCRIPTORS = 32  # number of descriptors for other purposes, such as sockets and libraries
 
 KINDS = {
@@ -188,6 +189,24 @@ class FileSet(Source):
                 raise with_remedy(error, len(self.readers)) from error.__cause__
             if not is_whole and isinstance(out, np.ndarray):
                 out[positions] = target
+
+
+def are_images(readers: Sequence[Source], *, surely: bool = False) -> bool:
+    """Return whether each of several files seems to be an image, so that its rows are not samples.
+
+    They are if all files have the same shapes, such as (height, width, channels) for each field. With ``surely``, only
+    if it is improbable that they are anything else.
+    """
+    shapes = {tuple(field.grid.shape for field in reader.fields.values()) for reader in readers}
+    if len(readers) < MIN_IMAGES or len(shapes) != 1 or any(reader.header is not None for reader in readers):
+        return False
+    shape, *others = next(iter(shapes))
+    has_channels = len(shape) == 3 and shape[-1] <= MAX_CHANNELS < min(shape[:2])
+    is_square = shape[:1] == shape[1:2]
+    is_image = has_channels or (len(shape) == 2 and is_square)
+    if surely and not (has_channels and is_square):
+        return False
+    return is_image and all(len(other) == len(shape) and other[:2] == shape[:2] for other in others)
 
 
 def with_remedy(error: FileError, num_files: int) -> FileError:

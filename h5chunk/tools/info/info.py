@@ -37,6 +37,7 @@ from h5chunk.store.read.fields import (
     find_matrix_groups,
 )
 from h5chunk.store.read.files import Paths, list_files, open_reader, single_file
+from h5chunk.store.read.fileset import MIN_IMAGES, are_images
 from h5chunk.store.read.ragged import (
     ImagesField,
     describe_images,
@@ -44,6 +45,7 @@ from h5chunk.store.read.ragged import (
     read_image_sizes,
     read_indptr,
 )
+from h5chunk.store.read.source import Source
 from h5chunk.store.read.vlen import describe_vlen
 from h5chunk.tools.chunk_cache import ChunkCacheInfo, cache_of_file
 from h5chunk.tools.info.conventions import is_keras, is_matlab, packing_of, why_no_data
@@ -68,7 +70,6 @@ from h5chunk.tools.report import python_text, shell_command
 
 PART_VALUES = 1 << 20  # values of a matrix that are read at a time
 LOOK_BYTES = 256 << 20  # the range of values is computed only for matrices with at most this size of values
-MIN_FILES, MAX_CHANNELS = 4, 4  # of a folder with an image per file
 RUNS = {"offsets": re.compile(r"(.*_)?(offsets|ptr|indptr|ptrs)"), "lengths": re.compile(r"(.*_)?(lengths?|lens?)")}
 EPISODE_ENDS = ("terminals", "timeouts", "dones", "done", "is_last", "is_terminal")
 LAYOUTS = {
@@ -203,16 +204,19 @@ def _describe_set(path: Paths, argument: str, files: Sequence[FileInfo], trusted
         kind = str(field.dtype) if isinstance(field, Field) else "sparse row of"
         kind = f"{field.form}, of any size" if isinstance(field, ImagesField) else kind
         fields.append(f"{name} ({f'{kind} {shape_text(field.sample_shape)}'.strip()})")
-    if reader.header is None and (code := _file_per_sample(argument, files, [*reader.fields])):
+    if are_images(reader.readers):
+        names = [field.dataset for field in reader.fields.values()]
+        code = loader_code(f"data = h5chunk.Keyed({argument}, [{', '.join(map(python_text, names))}])")
         note = "if the rows of the files are samples instead, h5chunk.ChunkDataset reads them"
         return {"layout": "an image in each file", "code": code, "notes": [note]}
     splits = {
         Path(file.path).stem: file.path for file in files if file.header and file.header.options.get("split_files")
     }
+    notes = [f"each file is a split ({names_text(splits)}); the code reads one of them"] if splits else []
     if splits:
         argument = python_text(splits.get("train", files[0].path))
     return {
-        "notes": [f"each file is a split ({names_text(splits)}); the code reads one of them"] if splits else [],
+        "notes": notes or _notes_on_bags(argument, files, reader),
         "num_samples": tuple(single.num_samples for single in reader.readers),
         "fields": tuple(fields),
         "class_names": reader.header.class_names if reader.header else (),
@@ -222,19 +226,16 @@ def _describe_set(path: Paths, argument: str, files: Sequence[FileInfo], trusted
     }
 
 
-def _file_per_sample(argument: str, files: Sequence[FileInfo], names: Sequence[str]) -> list[str]:
-    """Return the code that reads each file as one sample, if each seems to be an image; empty otherwise."""
-    shapes = {tuple(item.shape for item in file.datasets if item.name in names) for file in files}
-    if len(files) < MIN_FILES or len(shapes) != 1:
+def _notes_on_bags(argument: str, files: Sequence[FileInfo], reader: Source) -> list[str]:
+    """Return a note on how to read each file as one sample, if the files differ in length; empty otherwise."""
+    if (
+        len(files) < MIN_IMAGES
+        or reader.header is not None
+        or len({single.num_samples for single in reader.readers}) < 3  # as shards, of which the last one is shorter
+    ):
         return []
-    shape, *others = next(iter(shapes))
-    has_channels = len(shape) == 3 and shape[-1] <= MAX_CHANNELS < min(shape[:2])
-    is_image = has_channels or (len(shape) == 2 and shape[0] == shape[1])
-    if not is_image or any(len(other) != len(shape) or other[:2] != shape[:2] for other in others):
-        return []
-    fields = ", ".join(f"{python_text(name)}: {python_text(name)}" for name in names)
-    channels = ', channels="last"' if has_channels else ""
-    return loader_code(f"data = h5chunk.Patches({argument}, {{{fields}}}, {shape[:2]}{channels})")
+    code = unbroken(f"data = h5chunk.Keyed({argument}, [{python_text(reader.main.dataset)}])")
+    return [f"if each file is one sample instead: {code}"]
 
 
 def _split_notes(header: Header | None, names: Iterable[str], path: Path) -> list[str]:
