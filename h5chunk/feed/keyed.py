@@ -127,7 +127,7 @@ class Keyed(ChunkDataset):
                 "copy them into one dataset, with checksums, by h5chunk convert --samples"
             )
         files = list_local_files(path, remote_options(cache_dir, cache_bytes, storage_options), "Keyed")
-        if not any("*" in each for each in patterns.values()) and single_file(path) is not None:
+        if not any("*" in each for each in patterns.values()) and len(files) == 1 and single_file(path):
             raise OptionError(
                 f"pattern has {next(iter(patterns.values()))!r} without a *, which makes each file a sample, "
                 "but path is one file: use a * in place of the names of samples, as in 'traces/*/data'"

@@ -40,7 +40,7 @@ from h5chunk.store.hdf5.patterns import fill
 
 VERSION = 4
 LOOKED_AT, LOOK_BYTES = 16, 4 << 10  # number of the pieces of a file that its stamp covers, and their size
-STAMP_THREADS = 16
+STAMP_THREADS, STAMP_FILES = 16, 256  # that read stamps, and the files that each reads at once
 MAX_BYTES = 1 << 62  # limit on the total size of a field's samples, and on offsets
 THROUGH_HDF5, CONTIGUOUS = -1, 0  # kinds of storage; chunked kinds follow
 ARRAYS = {"shapes": "<i8", "kinds": "<i4", "first": "<i8", "offsets": "<i8", "sizes": "<i8", "masks": "<u4"}
@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
     patterns: Mapping[str, str]
     attributes: Mapping[str, Any]
     trusted: bool = False
-    kinds: str = "biuf"  # kinds of NumPy dtypes that a field may have
+    kinds: str = "biufc"  # kinds of NumPy dtypes that a field may have
 
     @property
     def outer(self) -> str:
@@ -273,20 +273,23 @@ def differs(where: str, name: str, found: tuple[Any, Any], first: tuple[Any, Any
 Stamp = tuple[int, int, int]  # size and modification time of a file, and a checksum of pieces of it
 
 
-def stamps_with_bytes(files: Sequence[Path]) -> list[Stamp]:
+def stamps_of(files: Sequence[Path], wanted: Wanted) -> list[Stamp]:
     """Return the stamps of files. Raises FileError if one is missing.
 
-    The checksum distinguishes files to which programs have given the same modification time.
+    The checksum distinguishes files to which programs have given the same modification time. It is 0 if each file is a
+    sample, because there are many.
     """
+    parts = [files[start : start + STAMP_FILES] for start in range(0, len(files), STAMP_FILES)]
     with ThreadPoolExecutor(STAMP_THREADS) as pool:  # network file systems answer slowly
-        return list(pool.map(_stamp, files))
+        found = pool.map(lambda part: [_stamp(path, with_bytes=bool(wanted.outer)) for path in part], parts)
+        return [stamp for part in found for stamp in part]
 
 
-def _stamp(path: Path) -> Stamp:
+def _stamp(path: Path, *, with_bytes: bool) -> Stamp:
     if not (stamp := stamp_of(path)):
         raise FileError(f"{printable(path)}: no such file")
     checksum = 0
-    if path.is_file() and stamp[2]:
+    if with_bytes and path.is_file() and stamp[2]:
         last = max(0, stamp[2] - LOOK_BYTES)
         offsets = np.linspace(0, last, min(LOOKED_AT, last // LOOK_BYTES + 1)).astype(np.int64)
         try:
@@ -298,12 +301,18 @@ def _stamp(path: Path) -> Stamp:
     return stamp[2], stamp[3], checksum
 
 
+def common_folder(files: Sequence[Path]) -> Path:
+    """Return the folder that contains all files, or folders with them."""
+    return Path(os.path.commonpath({os.path.dirname(file) for file in files}))
+
+
 class StoredIndex:
     """The place of an index of files: next to them or, if that cannot be written, in the user's cache folder."""
 
     def __init__(self, files: Sequence[Path], wanted: Wanted) -> None:
-        self._wanted, self.folder = wanted, Path(os.path.commonpath([file.parent for file in files]))
-        self.files = [os.path.relpath(file, self.folder) for file in files]
+        self._wanted, self.folder = wanted, common_folder(files)
+        before = len(os.path.join(self.folder, ""))
+        self.files = [str(file)[before:] for file in files]
         key = hashlib.sha256(json.dumps(wanted.made_for()).encode()).hexdigest()[:12]
         one = files[0].name if len(files) == 1 else ""
         name = f"{one}.h5chunk-index-{key}.npz"

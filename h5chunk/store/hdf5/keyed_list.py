@@ -46,7 +46,7 @@ from h5chunk.store.hdf5.keyed_index import (
     Wanted,
     differs,
     joined,
-    stamps_with_bytes,
+    stamps_of,
 )
 from h5chunk.store.hdf5.open import follow, opened
 from h5chunk.store.hdf5.patterns import fill
@@ -76,7 +76,7 @@ def open_index(files: Sequence[Path], wanted: Wanted, report: Report) -> KeyedIn
     in more than its length.
     """
     stored = StoredIndex(files, wanted)
-    stamps = dict(zip(stored.files, stamps_with_bytes(files), strict=True))
+    stamps = dict(zip(stored.files, stamps_of(files, wanted), strict=True))
     index, known = stored.load()
     number_of = {name: number for number, name in enumerate(known)}
     due = [name for name, stamp in stamps.items() if name not in known or known[name] != stamp]
@@ -87,7 +87,7 @@ def open_index(files: Sequence[Path], wanted: Wanted, report: Report) -> KeyedIn
         which = "the file has" if len(changed) == 1 else f"this and {len(changed) - 1} other files have"
         warnings.warn(f"{place}: the index is rebuilt, because {which} changed since it was indexed", stacklevel=4)
     new = _list_files(stored.folder, due, wanted, report)
-    if dict(zip(stored.files, stamps_with_bytes(files), strict=True)) != stamps:
+    if dict(zip(stored.files, stamps_of(files, wanted), strict=True)) != stamps:
         raise FileError(f"{printable(files[0])} or another file changed while it was indexed: try again")
     others = [name for name in known if name not in stamps]
     kept = [name for name in known if name in stamps and name not in {*due}]
@@ -331,7 +331,7 @@ class _FieldLister:
             self._check(dataset, where)
             number = h5py.Dataset(dataset)
             self._first = dataset.get_type().copy(), shape, number.dtype.newbyteorder("=")
-            self._stored_here = number.dtype.kind in "biuf" and is_stored_as(number, self._first[2])
+            self._stored_here = number.dtype.kind in "biufc" and is_stored_as(number, self._first[2])
             if self._first[2].kind not in self._of_values:
                 raise FieldError(f"{where}: {self._name!r} {type_problem(number.dtype)}, or leave the field out")
         kind, first, dtype = self._first

@@ -23,7 +23,7 @@ from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as
 from h5chunk.store.hdf5.codecs import ChunkDecoder, DecodeError, NoDecoder, scratch
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.keyed_index import CONTIGUOUS, THROUGH_HDF5, KeyedIndex, Wanted
+from h5chunk.store.hdf5.keyed_index import CONTIGUOUS, THROUGH_HDF5, KeyedIndex, Wanted, common_folder
 from h5chunk.store.hdf5.open import open_file, opened, translate_errors
 from h5chunk.store.hdf5.patterns import fill
 from h5chunk.store.hdf5.ranges import PART_BYTES, ReadTask, open_descriptor, read_bytes, row_tasks, vector_tasks
@@ -201,7 +201,7 @@ class KeyedReader(Source):
 def keyed_source(files: Sequence[Path], wanted: Wanted, index: KeyedIndex) -> Source:
     """Return a source of the samples in ``index``, which covers these files in this order."""
     if not wanted.outer:
-        folder = Path(os.path.commonpath([file.parent for file in files]))
+        folder = common_folder(files)
         return KeyedReader(folder, files, wanted.patterns, index, trusted=wanted.trusted)
     parts = [index.take([number]) for number in range(len(files))]
     for name, field in index.fields.items():
