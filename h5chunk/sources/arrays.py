@@ -5,7 +5,7 @@
 | one dimension | a column, unless the array is larger than 64 MiB or the only one |
 | more dimensions | a field with the name of the member or key; ``data`` if there is a single array without a name |
 | bool | uint8 |
-| fixed-length text (``U``) | UTF-8 |
+| text (``U``), Python strings | UTF-8 of fixed length |
 | Python objects other than strings, complex numbers, dates | refused |
 
 The samples of a .npy file, or of an uncompressed member of an .npz, are read one by one. Compressed members and arrays

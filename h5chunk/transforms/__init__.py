@@ -216,7 +216,10 @@ def check_first(transforms: Sequence[Transform], field: Field | RaggedField, sto
     if not transforms:
         return
     first, remedy = transforms[0], ""
-    if field.scale is not None and isinstance(first, IMAGE_TRANSFORMS):
+    may_be_complex = isinstance(first, LENGTH_TRANSFORMS) or not isinstance(first, BATCH_TRANSFORMS)
+    if stored is not None and stored.is_complex and not may_be_complex:
+        remedy = "is complex: put a function that makes real numbers first, such as torch.abs or torch.view_as_real"
+    elif field.scale is not None and isinstance(first, IMAGE_TRANSFORMS):
         remedy = "is a matrix: pass Dense, Csr, L2 or Log1p"
     elif field.scale is None and any(isinstance(transform, HoldOut) for transform in transforms):
         remedy = "is not a matrix: leave HoldOut out"

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 import h5chunk
 from h5chunk.errors import FieldError, OptionError
+from h5chunk.transforms import ToDtype
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is read through h5py")
 
@@ -215,3 +216,18 @@ def test_convert_of_python_strings_and_info_of_types(tmp_path):
     assert "such as 'events/pt'" in text
     assert "kspace  complex64 40 x 3 x 2" in text
     assert "caption" in text and "name it in fields to read them as str" in text
+
+
+def test_transforms_and_patches_refuse_types_that_they_cannot_use(tmp_path):
+    values = np.arange(4 * 512.0).reshape(4, 8, 8, 8)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = values * 1j
+        file["t"] = np.zeros((8, 8, 8), [("a", "f4")])
+        file["v"] = (values[0] * 1j).astype(">c8")
+    dataset = h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["x"])
+    with pytest.raises(OptionError, match=r"'x', which is complex: put a function.*torch.abs"):
+        dataset.with_transform([ToDtype(torch.float32)])
+    assert dataset.with_transform([torch.abs])[1][0].tolist() == values[1].tolist()
+    with pytest.raises(FieldError, match=r"'t/a' has a type that only samples.*file\['NEW'\] = x\[:\]\['a'\]"):
+        h5chunk.Patches(tmp_path / "a.h5", {"t": "t/a"}, (4, 4, 4))
+    assert h5chunk.Patches(tmp_path / "a.h5", {"v": "v"}, (8, 8, 8))[0][0].dtype == torch.complex64

@@ -133,7 +133,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str, tuple[int, ...] | None]] =
         (5,),
     ),
     "large numbers": (fields(z=values((40, 5), "f16"), x=values((30, 5), ">f4")), "x", (5,)),
-    "complex": (fields(z=np.zeros((40, 5), complex), x=np.arange(30)), "x", ()),
+    "complex": (fields(z=np.zeros((40, 5), complex), x=np.arange(30)), "z", (5,)),
     'a quote"': (fields(**{"x\"'y": np.arange(30)}), "x\"'y", ()),
     "anndata": (lambda path: write_h5ad(path, random_matrix(30, 20, 3).astype(np.float32)), "X", (20,)),
     "10x": (
@@ -339,10 +339,9 @@ def test_what_is_no_data_is_named(tmp_path: Path) -> None:
 
 def test_remedies_for_types_that_no_field_has_work(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["z"] = (np.arange(12) + 1j).reshape(6, 2)
-        file["events"] = np.ones(6, [("pt", "f4"), ("label", "i4")])
-        file["names"] = ["a", "bc", "d", "e", "f", "\u00e9"]
-        for name, field in {"z": "z", "events": "events", "names": "names", "column": "events/pt"}.items():
+        file["dates"] = np.arange(6).astype("M8[s]").astype(h5py.opaque_dtype("M8[s]"))
+        file["bytes"] = np.ones(6, "S3").view("V3")
+        for name, field in {"dates": "dates", "bytes": "bytes"}.items():
             with pytest.raises(h5chunk.FieldError) as error:
                 with h5py.File(tmp_path / "b.h5", "w") as copy:
                     file.copy(file[field.partition("/")[0]], copy, field.partition("/")[0])
@@ -350,9 +349,8 @@ def test_remedies_for_types_that_no_field_has_work(tmp_path: Path) -> None:
             remedy = re.search(r"such as file\['NEW'\] = (.*?)(?:, which| \(h5chunk|$)", str(error.value))
             assert remedy is not None, error.value
             file[f"new_{name}"] = eval(remedy[1], {"np": np, "file": file, "x": file[field.partition("/")[0]]})
-    dataset = h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["new_z", "new_events", "new_names", "new_column"])
-    assert dataset[1][0].tolist() == [[2, 1], [3, 1]] and dataset[1][1] == dataset[1][3] == 1
-    assert list(dataset.values("new_names"))[1:] == ["bc", "d", "e", "f", "\u00e9"]
+    dataset = h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["new_dates", "new_bytes"])
+    assert (dataset[1][0], dataset[1][1].tolist()) == (1, [49, 0, 0])
 
 
 def remedied(path: Path, read: Callable[[], Any]) -> str:

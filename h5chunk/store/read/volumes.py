@@ -15,7 +15,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, OptionError, printable, shown
+from h5chunk.errors import FieldError, OptionError, UnsupportedError, printable, shown
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.patches import RandomPatches, Tiles
 from h5chunk.store.hdf5.chunk_table import NotDirect, check_chunks, list_chunks
@@ -337,6 +337,11 @@ def open_volumes(
                     if not isinstance(described, Field) or described.dtype.kind == "S":
                         raise FieldError(f"{printable(path)}: {own[text]!r} does not contain numbers")
                     grid, dtype = described.grid, described.dtype
+                    if described.member or dtype.names or file[own[text]].dtype.newbyteorder("=") != dtype:
+                        raise UnsupportedError(
+                            f"{printable(path)}: {own[text]!r} has a type that only samples along the first axis may "
+                            f"have: copy it (x) to a dataset, such as file['NEW'] = x[:]{_as_numbers(described)}"
+                        )
                     if len(grid.shape) < len(size):
                         raise FieldError(
                             f"{printable(path)}: {own[text]!r} has {len(grid.shape)} axes, but size has {len(size)}"
@@ -355,6 +360,12 @@ def open_volumes(
         names += [f"{shown(path)}: {text}" if text else shown(path) for text in texts]
     _check_same_space(found, names)
     return found, names
+
+
+def _as_numbers(field: Field) -> str:
+    """Return the code that converts what h5py reads of a field to numbers of NumPy."""
+    names = "".join(f"[{name!r}]" for name in field.member)
+    return names if field.dtype.names else f"{names}.view({field.dtype.str!r})" if field.dtype.kind == "c" else names
 
 
 def _other_axes(each: VolumeField, volume: int) -> tuple[int, tuple[int, ...]]:
