@@ -1,8 +1,13 @@
-"""Count the available cores, run tasks in threads, and change warning filters in threads."""
+"""Count the available cores, run tasks in threads, start processes, and change warning filters in threads."""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import multiprocessing.spawn
 import os
+import subprocess
+import sys
 import threading
 import warnings
 from collections import deque
@@ -13,10 +18,36 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB")}
+
 
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def start_python(function: str, descriptor: int, **streams: Any) -> subprocess.Popen[bytes]:
+    """Start a process that calls ``function``, such as "package.module:name", with a descriptor that it inherits.
+
+    The process starts from nothing: it has no threads, memory or main module of this process. It finds modules where
+    this process finds them. ``streams`` are arguments of `subprocess.Popen`. Raises OSError if it cannot be started.
+    """
+    if getattr(sys, "frozen", False) or not (executable := multiprocessing.spawn.get_executable()):
+        raise OSError("this program has no Python interpreter to start")
+    module, _, name = function.partition(":")
+    folders = json.dumps([os.fspath(folder) for folder in sys.path])
+    code = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {module} import {name} as call"
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    inherited = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)  # the standard streams of this process may be closed
+    try:
+        return subprocess.Popen(
+            [os.fsdecode(executable), *flags, "-c", f"{code}; call(int(sys.argv[1]))", str(inherited), folders],
+            pass_fds=[inherited],
+            env={**os.environ, **ONE_THREAD},
+            **streams,
+        )
+    finally:
+        os.close(inherited)
 
 
 class KeptThreads:

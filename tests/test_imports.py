@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "store.write": {"store.hdf5", "store.format", "store.read", "sample_source", "plan", *GROUND},
     "store.rewrite": {*STORE, "plan", *GROUND},
     "transforms": {"native", "sources", "plan", "store.hdf5", "store.format", "store.read", *GROUND},
-    "feed": {"native", "transforms", *STORE, "plan", *GROUND},
+    "feed": {"native", "sources", "transforms", *STORE, "plan", *GROUND},
     "tools.progress": set(),
     "tools.model": {"plan", "errors"},
     "tools.measure": {"tools.model", "tools.progress", "sources", "plan", *STORE, "transforms", "feed", "__init__"}

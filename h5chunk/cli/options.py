@@ -120,7 +120,7 @@ trusted = option(
     "--trusted",
     is_flag=True,
     heading=SOURCE,
-    help="Follow links, virtual datasets and external storage within the file's folder, and load filter plugins.",
+    help="Follow links, virtual datasets and external storage to other files, and load filter plugins.",
 )
 
 

@@ -84,8 +84,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         is ``offsets={"tokens": "starts"}``. Batches have two tensors for such a field: see `h5chunk.transforms.Pad`
         (the default) and `h5chunk.transforms.Pack`.
     trusted : bool
-        Whether to follow links, views of other files and external storage within the file's folder, and to run unknown
-        filters. If False, each process first opens a file in a child process (20 to 50 ms), as HDF5 may crash on it.
+        Whether to follow links, views of other files and external storage, wherever they lead, and to run unknown
+        filters. If False, a file is first opened in a child process (some 5 ms, and 0.3 s for the first file of a
+        process), as HDF5 may crash on it.
     checksums : {"off", "first", "always"}
         Check chunks against the checksums of a converted file: once per process, or at every read. This reads complete
         chunks, even if only a few of their samples are needed.

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import OptionError, printable
-from h5chunk.store.read.volumes import VolumeField, VolumeFiles
-
-WEIGHTS = " weights"  # name of the field of weights; the blank distinguishes it from users' fields
+from h5chunk.store.read.volumes import WEIGHTS, VolumeField, VolumeFiles
 
 Weights = str | Mapping[str, Callable[[np.ndarray], Any]]
 

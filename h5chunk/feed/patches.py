@@ -14,7 +14,7 @@ import numpy as np
 
 from h5chunk.errors import OptionError, check_whole, count_text, printable
 from h5chunk.feed.dataset import SAMPLE_NUMBER, ChunkDataset, without_numbers
-from h5chunk.feed.patch_weights import WEIGHTS, Weights, read_weights, weights_field
+from h5chunk.feed.patch_weights import Weights, read_weights, weights_field
 from h5chunk.plan.draws import epoch_rows
 from h5chunk.plan.order import Order
 from h5chunk.plan.patches import CELL_BYTES, RandomPatches, Starts, Tiles, cell_shape, decoded_voxels
@@ -27,6 +27,7 @@ from h5chunk.store.read.files import Paths, list_local_files
 from h5chunk.store.read.several import direct_fields
 from h5chunk.store.read.volumes import (
     POSITION,
+    WEIGHTS,
     PatchReader,
     VolumeField,
     open_volume_files,
@@ -34,7 +35,6 @@ from h5chunk.store.read.volumes import (
     probe_volumes,
 )
 
-CHANNELS = ("first", "last")
 PADDINGS = ("none", "edge", "reflect")
 
 
@@ -143,11 +143,12 @@ class Patches(ChunkDataset):
         seed = check_whole("seed", seed, 0, MAX_SEED)
         files = list_local_files(path, remote_options(cache_dir, cache_bytes, storage_options), "Patches")
         weigher, weighed = weights_field(weights, fields)
-        leading = {name: partial(_leading, name, channels, len(size)) for name in (*fields, WEIGHTS)}
+        of_field = channels if isinstance(channels, Mapping) else dict.fromkeys((*fields, WEIGHTS), channels)
+        leading = {name: of_field.get(name) for name in (*fields, WEIGHTS)}
         opened_as = {**fields, **weigher}, size, leading, trusted
         if not trusted:
             made_for = repr((fields, weigher, size, channels, checksums))
-            try_files(files, lambda file: probe_volumes(checksums, [file], *opened_as), made_for)
+            try_files(files, probe_volumes, checksums, *opened_as, purpose=made_for)
         found, names = open_volumes(files, *opened_as)
         weighed_field = found.pop(WEIGHTS, None)
         padded = {name: _with_halo(each, halos[name], padding) for name, each in found.items()}
@@ -282,20 +283,6 @@ def _numbers(name: str, value: Any, count: int) -> tuple[int, ...]:
 
 def _halo(halo: Any, name: str, count: int) -> tuple[int, ...]:
     return _numbers("halo", halo.get(name, 0) if isinstance(halo, Mapping) else halo, count)
-
-
-def _leading(name: str, channels: str | Mapping[str, str] | None, num_spatial: int, num_axes: int) -> int:
-    """Return how many of a dataset's ``num_axes`` axes precede its ``num_spatial`` spatial axes."""
-    if num_axes <= num_spatial:
-        return 0
-    own = channels.get(name) if isinstance(channels, Mapping) else channels
-    if own not in CHANNELS:
-        subject = "the weights have" if name == WEIGHTS else f"field {name!r} has"
-        raise OptionError(
-            f"{subject} {num_axes} axes, but size has {num_spatial}: pass channels='first' if the other axes come "
-            "first, otherwise channels='last'"
-        )
-    return num_axes - num_spatial if own == "first" else 0
 
 
 def _with_halo(each: VolumeField, halo: tuple[int, ...], padding: Any) -> VolumeField:

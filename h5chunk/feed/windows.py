@@ -12,6 +12,7 @@ import numpy as np
 
 from h5chunk.errors import FieldError, OptionError, as_text, check_whole, count_text, names_text, printable
 from h5chunk.feed.dataset import ChunkDataset, without_numbers
+from h5chunk.feed.frame_decoder import FRAME_DECODER, import_decoders
 from h5chunk.plan.episodes import anchors_inside, needed_steps
 from h5chunk.plan.permutation import MAX_SEED
 from h5chunk.remote.mirror import remote_options
@@ -22,7 +23,6 @@ from h5chunk.store.read.files import Paths
 from h5chunk.store.read.frames import ENDS, Table, open_frames
 from h5chunk.store.read.source import Groups
 from h5chunk.store.read.windows import Episodes, WindowReader
-from h5chunk.transforms.frames import FRAME_DECODER, import_decoders
 
 IS_PAD = "_is_pad"
 PADDINGS = ("none", "edge")

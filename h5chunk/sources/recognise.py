@@ -122,24 +122,27 @@ def hdf5_members(source: Any, head: bytes) -> dict[str, set[str]]:
 @functools.lru_cache(16)
 def _members_of(path: Path, stamp: tuple[int, ...]) -> dict[str, set[str]]:
     """Read the names in an HDF5 file in a child process, which the file may crash."""
-    import h5py
-
-    from h5chunk.store.hdf5.child import in_child, limited_memory
-    from h5chunk.store.hdf5.open import DAMAGES, opened
-
-    def read(_: object) -> dict[str, set[str]]:
-        with limited_memory(path), opened(path) as file:
-            try:
-                names = list(islice(file, MAX_HDF5_LINKS))
-                own = [name for name in names if isinstance(file.get(name, getlink=True), h5py.HardLink)]
-                return {name: set(file[name]) if isinstance(file[name], h5py.Group) else set() for name in own}
-            except DAMAGES:
-                return {}
+    from h5chunk.store.hdf5.child import in_child
 
     try:
-        return in_child(read, lambda: printable(path))
+        return in_child(path, _read_members, path)
     except (FileError, WorkerError) as error:
         raise SourceError(str(error)) from None
+
+
+def _read_members(path: Path) -> dict[str, set[str]]:
+    import h5py
+
+    from h5chunk.store.hdf5.child import limited_memory
+    from h5chunk.store.hdf5.open import DAMAGES, opened
+
+    with limited_memory(path), opened(path) as file:
+        try:
+            names = list(islice(file, MAX_HDF5_LINKS))
+            own = [name for name in names if isinstance(file.get(name, getlink=True), h5py.HardLink)]
+            return {name: set(file[name]) if isinstance(file[name], h5py.Group) else set() for name in own}
+        except DAMAGES:
+            return {}
 
 
 def is_hdf5(source: Any, head: bytes) -> bool:

@@ -46,7 +46,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.mark.filterwarnings("ignore")  # that HDF5 reads
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_a_file_refers_to_is_followed_within_its_folder(path: Path, command: str) -> None:
+def test_what_a_file_refers_to_is_followed(path: Path, command: str) -> None:
     options = COMMANDS[command]
     plain = CliRunner().invoke(main, [command, str(path), *options])
     assert "'images'" in plain.output and "(--trusted)" in plain.output
@@ -57,7 +57,7 @@ def test_what_a_file_refers_to_is_followed_within_its_folder(path: Path, command
     (path.parent / "below").mkdir()
     path = path.rename(path.parent / "below" / "a.h5")
     outside = CliRunner().invoke(main, [command, str(path), *options, "--trusted"])
-    assert "outside of the file's folder" in outside.output
+    assert outside.exit_code == 0, outside.output
 
 
 def test_groups_are_not_followed_either(tmp_path: Path) -> None:

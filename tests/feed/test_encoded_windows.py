@@ -17,8 +17,8 @@ from support.scripts import needs_gpu
 from torch.utils.data import DataLoader
 
 import h5chunk
+from h5chunk.feed.frame_decoder import FRAME_DECODER
 from h5chunk.transforms import Normalize
-from h5chunk.transforms.frames import FRAME_DECODER
 
 
 def expected(episodes: list[list[np.ndarray]], steps: range) -> np.ndarray:

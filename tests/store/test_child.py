@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import faulthandler
-import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,23 +10,27 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 import torch
+from support import jobs
 from support.faults import small, watch
+from support.jobs import in_children_too
 from torch.utils.data import DataLoader
 
 import h5chunk
 from h5chunk.errors import FieldError, FileError, SourceError, WorkerError
 from h5chunk.machine import warnings_filtered
-from h5chunk.store.hdf5.child import Stuck, in_child, limited_memory, try_files
+from h5chunk.store.hdf5 import child
+from h5chunk.store.hdf5.child import Stuck, in_child, try_files
 from h5chunk.tools.tune.tune import tune
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="children are forked on Linux only")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="children are watched on Linux only")
 
 
 @pytest.fixture
@@ -38,154 +41,162 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "a.h5"
 
 
-def crash(*_: object, **__: object) -> None:
-    faulthandler.disable()  # pytest's
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def test_a_loop_of_hdf5_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_of_hdf5_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     small(monkeypatch, loop_s=0.05, look_s=0.1)
-
-    def run(_: object) -> None:
-        while True:
-            pass
-
     with pytest.raises(FileError, match=r"f\.h5: this file makes HDF5 loop endlessly: it is damaged"):
-        in_child(run, lambda: "f.h5")
+        in_child(Path("f.h5"), jobs.loop)
 
 
 def test_waiting_is_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     small(monkeypatch, loop_s=0.05, look_s=0.02)
-    assert in_child(lambda _: time.sleep(0.5) or "done", lambda: "f.h5") == "done"
-
-    def read(_: object) -> str:
-        until = time.process_time() + 0.4
-        while time.process_time() < until:
-            sum(Path("/proc/self/stat").read_bytes() * 50)
-        return "done"
-
-    assert in_child(read, lambda: "f.h5") == "done"
-
-
-def children() -> set[str]:
-    """Processes of this one; other tests may have left a server of workers among them."""
-    return {pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
+    assert in_child(Path("f.h5"), jobs.sleep, 0.5) == "done"
+    assert in_child(Path("f.h5"), jobs.read_much, 0.4) == "done"
 
 
 def test_a_child_gives_what_it_has_and_says_what_went_wrong() -> None:
     heard: list[int] = []
-    before = children()
-
-    def work(say: Callable[[int], None]) -> str:
-        say(1)
-        say(2)
-        return "done"
-
-    assert in_child(work, lambda: "f.h5", heard.append) == "done" and heard == [1, 2]
-
-    def fail(say: Callable[[int], None]) -> None:
-        raise SourceError("it is so")
-
-    def break_down(say: Callable[[int], None]) -> None:
-        raise ZeroDivisionError("by nothing")
-
+    assert in_child(Path("f.h5"), jobs.talk, on_message=heard.append) == "done" and heard == [1, 2]
     with pytest.raises(SourceError, match="it is so"):
-        in_child(fail, lambda: "f.h5", heard.append)
+        in_child(Path("f.h5"), jobs.fail, on_message=heard.append)
     with pytest.raises(WorkerError, match="ZeroDivisionError: by nothing"):
-        in_child(break_down, lambda: "f.h5", heard.append)
-    assert children() <= before
+        in_child(Path("f.h5"), jobs.break_down)
 
 
-def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
-    code = (
-        "import os, signal, time\nfrom h5chunk.store.hdf5.child import in_child\n"
-        "def told(pid):\n    print(pid, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "in_child(lambda say: say(os.getpid()) or time.sleep(60), lambda: 'f.h5', told)\n"
-    )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+def test_children_do_their_work_here_and_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the folder where the first of them was started, nor with the variables of then."""
+    first = in_child(Path("f.h5"), jobs.facts)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("H5CHUNK_TEST", "now")
+    second = in_child(Path("f.h5"), jobs.facts)
+    assert second["folder"] == str(tmp_path) and second["variable"] == "now"
+    assert len({first["number"], second["number"], os.getpid()}) == 3
+
+
+def ended(process: int) -> bool:
     for _ in range(100):
-        if not Path(f"/proc/{int(process.stdout)}").exists():
-            return
+        if not Path(f"/proc/{process}").exists():
+            return True
         time.sleep(0.05)
-    pytest.fail("the child lives on")
+    return False
+
+
+def test_a_child_and_the_helper_end_with_the_process() -> None:
+    code = (
+        "import os, signal\nfrom pathlib import Path\nfrom support import jobs\n"
+        "from h5chunk.store.hdf5.child import in_child\n"
+        "def told(numbers):\n    print(*numbers, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "in_child(Path('f.h5'), jobs.say_number_and_sleep, on_message=told)\n"
+    )
+    folder = str(Path(jobs.__file__).parents[1])
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": folder},
+    )
+    assert all(ended(int(number)) for number in process.stdout.split()), process
+
+
+def test_a_helper_that_was_killed_is_replaced(path: Path) -> None:
+    numbers: list[Any] = []
+
+    def note(both: Any) -> None:
+        numbers.append(both)
+        os.kill(both[1], signal.SIGKILL)
+
+    with pytest.raises(FileError, match="crashes HDF5"):
+        in_child(Path("f.h5"), jobs.say_number_and_sleep, on_message=note)
+    assert ended(numbers[0][0])
+    assert len(h5chunk.ChunkDataset(path)) == 40
+
+
+SCRIPT = """
+import sys, torch, h5chunk
+from torch.utils.data import DataLoader
+torch.rand(500, 500) @ torch.rand(500, 500)
+loader = DataLoader(h5chunk.ChunkDataset(sys.argv[1]), batch_size=20, num_workers=1, multiprocessing_context="fork")
+assert sum(len(labels) for _, labels in loader) == 40
+"""
+
+
+@pytest.mark.parametrize("streams", ["", "<&-", "<&- >&- 2>&-"])
+def test_a_script_needs_no_guard_and_no_streams(path: Path, streams: str) -> None:
+    """A script without a guard is read once, also from a pipe, and may have threads that wait for work."""
+    script = "-" if not streams else path.with_name("script.py")
+    if streams:
+        Path(script).write_text(SCRIPT)
+    command = ["bash", "-c", f'exec "{sys.executable}" "{script}" "{path}" {streams}']
+    ran = subprocess.run(command, input=SCRIPT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+
+
+def open_in(path: Path, results: Any) -> None:
+    results.put(len(h5chunk.ChunkDataset(path)))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_worker_may_open_files_too(path: Path) -> None:
+    """Processes that are daemons may not start others by multiprocessing; and a fork must not use its parent's."""
+    assert len(h5chunk.ChunkDataset(path)) == 40
+    os.utime(path, (1, 1))
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    workers = [context.Process(target=open_in, args=(path, results), daemon=True) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    assert [results.get() for _ in workers] == [40, 40]
+    for worker in workers:
+        worker.join()
+    assert len(h5chunk.ChunkDataset(path)) == 40
 
 
 def test_a_crash_is_an_error_that_names_the_file() -> None:
-    with pytest.raises(
-        FileError, match=r"f\.h5: this file crashes HDF5 \(SIGSEGV\): it is damaged, or too little memory is free"
-    ):
-        in_child(crash, lambda: "f.h5")
+    what = r"f\.h5: this file crashes HDF5 \(SIGSEGV\): it is damaged, or too little memory is free"
+    with pytest.raises(FileError, match=what):
+        in_child(Path("f.h5"), jobs.crash)
 
 
-def test_a_child_whose_pipe_somebody_else_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that another thread forked just then keeps the pipe open, so that its end does not show the death."""
-    small(monkeypatch, look_s=0.05)
-
-    def work(_: object) -> None:
-        if not os.fork():
-            time.sleep(5)
-            os._exit(0)
-        crash()
-
+def test_a_child_whose_connection_somebody_else_holds() -> None:
+    """A process that it forked keeps the connection open, so that its end does not show the death."""
     started = time.monotonic()
     with pytest.raises(FileError, match="crashes HDF5"):
-        in_child(work, lambda: "f.h5")
+        in_child(Path("f.h5"), jobs.crash_with_heir)
     assert time.monotonic() - started < 4
 
 
 def test_a_child_that_only_sleeps_is_ended(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a lock that another thread held when it was forked; files are then opened without having been tried."""
+    """As on a file system that does not answer; files are then opened without having been tried."""
     small(monkeypatch, idle_s=0.2, look_s=0.05)
     with pytest.raises(Stuck, match=r"f\.h5: a process that was started to read it made no progress"):
-        in_child(lambda _: threading.Lock().acquire() and threading.Event().wait(), lambda: "f.h5")
-    watch(monkeypatch, "touch file", lambda _: threading.Event().wait())
+        in_child(Path("f.h5"), jobs.wait_forever)
+    in_children_too(monkeypatch, "store.read.reader.H5Reader.check_metadata", jobs.wait_forever)
     with pytest.warns(RuntimeWarning, match=r"a\.h5: .* The file is now opened without testing first"):
         assert len(h5chunk.ChunkDataset(path)) == 40
 
 
-def test_another_thread_that_reads_is_no_deadlock(path: Path) -> None:
-    """HDF5's lock is held while the process forks, so that no thread is inside HDF5 in the child."""
-    done = threading.Event()
-
-    def read() -> None:
-        while not done.is_set():
-            with h5py.File(path) as file:
-                file["images"][:]
-
-    threads = [threading.Thread(target=read) for _ in range(4)]
+def test_threads_have_children_of_their_own(path: Path) -> None:
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda: found.append(h5chunk.info(path).path)) for _ in range(4)]
     for thread in threads:
         thread.start()
-    try:
-        for _ in range(20):
-            assert in_child(lambda _: h5chunk.info(path).path, lambda: "f.h5") == str(path)
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.join()
+    assert found == [str(path)] * 4
 
 
-def test_where_nothing_can_be_forked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> int:
+def test_where_nothing_can_be_started(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise BlockingIOError("Resource temporarily unavailable")
 
-    monkeypatch.setattr(os, "fork", fail)
-    assert in_child(lambda say: say(1) or os.getpid(), lambda: "f.h5") == os.getpid()
-    assert len(h5chunk.ChunkDataset(path)) == 40
+    monkeypatch.setattr(child, "_helper", None)
+    monkeypatch.setattr(child, "start_python", fail)
+    with pytest.warns(RuntimeWarning, match=r"a\.h5: no process can be started to test files first .*unavailable"):
+        assert len(h5chunk.ChunkDataset(path)) == 40
 
 
 def test_a_child_takes_no_more_memory_than_metadata_need(path: Path) -> None:
-    def take(_: object) -> int:
-        return len(bytearray(600 << 20)) >> 20
-
-    def take_little(_: object) -> int:
-        with (
-            pytest.raises(h5chunk.FileError, match=r"more memory than the \d+,\d+,\d+ bytes \(25"),
-            limited_memory(path),
-        ):
-            take(_)
-        return take(_)
-
-    assert in_child(take_little, lambda: "f.h5") == 600
+    assert in_child(Path("f.h5"), jobs.take_little, path, 600 << 20) == 600 << 20
 
 
 def test_filters_of_warnings_survive_threads_that_overlap() -> None:
@@ -209,8 +220,8 @@ def test_filters_of_warnings_survive_threads_that_overlap() -> None:
 
 
 def test_the_limit_on_memory_is_not_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5chunk.store.hdf5.child.METADATA_BYTES", 48 << 20)
-    monkeypatch.setattr("h5chunk.store.hdf5.child.METADATA_RATIO", 1)
+    in_children_too(monkeypatch, "store.hdf5.child.METADATA_BYTES", 40 << 20)
+    in_children_too(monkeypatch, "store.hdf5.child.METADATA_RATIO", 1)
     with h5py.File(tmp_path / "many.h5", "w", libver="latest") as file:
         for number in range(5000):
             file[f"sample {number}/x"] = np.arange(4)
@@ -234,7 +245,7 @@ TOOLS = {
 @pytest.mark.parametrize("name", TOOLS)
 def test_tools_and_readers_survive(path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     look, where = TOOLS[name]
-    watch(monkeypatch, where, crash)
+    in_children_too(monkeypatch, where, jobs.crash)
     with pytest.raises(FileError, match=r"a\.h5: this file crashes HDF5"):
         look(path)
 
@@ -243,7 +254,8 @@ def test_of_several_files_the_one_that_crashes_is_named(path: Path, monkeypatch:
     paths = [path, path.with_name("b.h5"), path.with_name("c.h5")]
     for each in paths[1:]:
         each.write_bytes(path.read_bytes())
-    watch(monkeypatch, "touch file", lambda reader: reader.path.name == "b.h5" and crash())
+    where = "store.read.reader.H5Reader.check_metadata"
+    in_children_too(monkeypatch, where, partial(jobs.crash_at, "b.h5"), before=True)
     with pytest.raises(FileError, match=r"b\.h5: this file crashes HDF5"):
         h5chunk.ChunkDataset(paths)
 
@@ -251,7 +263,7 @@ def test_of_several_files_the_one_that_crashes_is_named(path: Path, monkeypatch:
 def test_a_folder_with_a_file_that_crashes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = path.with_name("b-00000-of-00001.h5")
     bad.write_bytes(path.read_bytes())
-    watch(monkeypatch, "store.hdf5.open.open_file", lambda name, **_: Path(name) == bad and crash())
+    in_children_too(monkeypatch, "store.hdf5.open.open_file", partial(jobs.crash_at, bad.name), before=True)
     report = h5chunk.verify(path.parent)
     assert [each.ok for each in report.files] == [True, False]
     assert "this file crashes HDF5" in str(report) and "this file crashes HDF5" in str(h5chunk.info(path.parent))
@@ -260,7 +272,7 @@ def test_a_folder_with_a_file_that_crashes(path: Path, monkeypatch: pytest.Monke
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_beside_a_gpu_in_use(path: Path) -> None:
-    """The child has inherited the state of CUDA, and leaves it alone."""
+    """The child knows nothing of it."""
     kept = [torch.ones(1000, device="cuda")]
     kept.append(kept)  # garbage that is collected late
     for number in range(3):
@@ -270,60 +282,69 @@ def test_beside_a_gpu_in_use(path: Path) -> None:
         assert images.cpu().numpy().sum() == np.arange(400, dtype="u1").sum() and kept[0].sum().item() == 1000
 
 
-def count_forks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    forks: list[int] = []
-    fork = os.fork
-    monkeypatch.setattr(os, "fork", lambda: forks.append(os.getpid()) or fork())
-    return forks
+def count_children(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    modules: list[str] = []
+    start = child._started
+    monkeypatch.setattr(child, "_started", lambda module: modules.append(module) or start(module))
+    return modules
 
 
 def test_a_file_is_tried_once_for_each_state_and_choice_of_fields(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forks = count_forks(monkeypatch)
+    tries = count_children(monkeypatch)
     for _ in range(2):
         h5chunk.ChunkDataset(path)
         h5chunk.ChunkLoader(path, 4)
-    assert len(forks) == 1
+    assert len(tries) == 1
     h5chunk.ChunkDataset(path).values("labels")
-    assert len(forks) == 1
+    assert len(tries) == 1
     h5chunk.ChunkDataset(path, fields=["labels"])
-    assert len(forks) == 2
+    assert len(tries) == 2
     os.utime(path, (1, 1))
     h5chunk.ChunkDataset(path)
-    assert len(forks) == 3
+    assert len(tries) == 3
     h5chunk.ChunkDataset(path, trusted=True, fields=["images"])
-    assert len(forks) == 3
+    assert len(tries) == 3
 
 
 def test_a_file_that_is_refused_is_tried_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forks = count_forks(monkeypatch)
+    tries = count_children(monkeypatch)
     for _ in range(2):
         with pytest.raises(FieldError, match="has no dataset 'x'"):
             h5chunk.ChunkDataset(path, fields=["x"])
-    assert len(forks) == 2
+    assert len(tries) == 2
 
 
-def test_an_error_that_is_not_of_hdf5_is_raised_as_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: object) -> None:
-        raise ZeroDivisionError("by nothing")
-
-    forks = count_forks(monkeypatch)
+def test_an_error_that_is_not_of_hdf5_is_left_to_the_caller(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = count_children(monkeypatch)
     for _ in range(2):
-        try_files([path], fail, "")
-    assert len(forks) == 2
+        assert try_files([path], jobs.break_down) == {}
+    assert len(tries) == 2
+
+
+def test_chunks_are_listed_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the child; and here again once the file has changed."""
+    paths = [path, path.with_name("b.h5")]
+    paths[1].write_bytes(path.read_bytes())
+    listed = watch(monkeypatch, "store.hdf5.chunk_table._list_index")
+    dataset = h5chunk.ChunkDataset(paths)
+    assert np.array_equal(dataset.__getitems__([41])[0][0], np.arange(10, 20)) and not listed
+    with h5py.File(path, "r+") as file:
+        file["images"][0] = 7
+    assert np.array_equal(h5chunk.ChunkDataset(path, trusted=True).__getitems__([0])[0][0], [7] * 10) and listed
 
 
 @pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_workers_do_not_try_again(path: Path, context: str) -> None:
     dataset = _Counting(h5chunk.ChunkDataset(path))
     loader = DataLoader(dataset, batch_size=8, num_workers=2, multiprocessing_context=context)
-    assert [int(forks) for forks in loader] == [0] * 5
+    assert [int(has_helper) for has_helper in loader] == [0] * 5
 
 
 class _Counting:
-    """Batches of a dataset, in whose place are the forks of the worker so far."""
+    """Batches of a dataset, in whose place is whether the worker has started a helper."""
 
     def __init__(self, dataset: h5chunk.ChunkDataset) -> None:
-        self.dataset, self.forks = dataset, None
+        self.dataset = dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -332,53 +353,12 @@ class _Counting:
         raise NotImplementedError
 
     def __getitems__(self, indices: list[int]) -> list[int]:
-        if self.forks is None:
-            self.forks, fork = [], os.fork
-            os.fork = lambda: self.forks.append(1) or fork()
         self.dataset.__getitems__(indices)
-        return [len(self.forks)]
+        return [child._helper is not None]
 
 
-def test_an_error_does_not_bring_the_one_that_it_replaces(monkeypatch):
+def test_an_error_does_not_bring_the_one_that_it_replaces() -> None:
     """Importing dask makes pickle keep the errors behind an error, of which some cannot be unpickled."""
-    pytest.importorskip("tblib.pickling_support").install()
-
-    class OddError(Exception):
-        def __init__(self, function: str, code: int) -> None:
-            super().__init__(f"{function}: {code}")
-
-    OddError.__qualname__ = "OddError"
-    monkeypatch.setattr(sys.modules[__name__], "OddError", OddError, raising=False)
-
-    def fail(say):
-        try:
-            raise OddError("decode", 1)
-        except OddError as error:
-            raise FileError("a.h5: is damaged") from error
-
+    pytest.importorskip("tblib")
     with pytest.raises(FileError, match="is damaged"):
-        in_child(fail, lambda: "a.h5")
-
-
-def test_a_child_collects_no_garbage_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even right after the fork: it may own GPU memory, which aborts the child when it is freed."""
-    parent, fork = os.getpid(), os.fork
-
-    class Owner:
-        def __init__(self) -> None:
-            self.itself = self
-
-        def __del__(self) -> None:
-            if os.getpid() != parent:
-                crash()
-
-    def fork_and_allocate() -> int:
-        Owner()
-        child = fork()
-        if not child:
-            assert [[] for _ in range(100_000)]  # enough for a collection
-        return child
-
-    monkeypatch.setattr(os, "fork", fork_and_allocate)
-    assert in_child(lambda _: sum(1 for _ in [[] for _ in range(100_000)]), lambda: "f.h5") == 100_000
-    assert gc.isenabled()
+        in_child(Path("a.h5"), jobs.fail_oddly)

@@ -414,7 +414,7 @@ def make_matrix(tmp_path: Path, pattern: bool) -> tuple[Path, np.ndarray]:
 @pytest.mark.parametrize("compression", [None, "gzip"])
 @pytest.mark.parametrize("pattern", [False, True])
 def test_rows_of_a_sparse_matrix_are_permuted(
-    tmp_path: Path, tiny_memory: None, pattern: bool, compression: str | None
+    tmp_path: Path, tiny_memory: None, in_process: None, pattern: bool, compression: str | None
 ) -> None:
     ours, matrix = make_matrix(tmp_path, pattern)
     with h5py.File(ours, "r+") as file:

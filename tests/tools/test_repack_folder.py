@@ -81,18 +81,17 @@ def test_on_a_cluster(shards, tmp_path):
     assert names_in(tmp_path) == {"new"}
 
 
-def test_a_stopped_repack_continues(shards, tmp_path, monkeypatch):
+def test_a_stopped_repack_continues(shards, tmp_path, in_process, monkeypatch):
     repack(shards, tmp_path / "right", chunk_samples=3)
     write, sources = module._write, []
 
-    def fail(source, plan, new, say):
+    def fail(say, source, plan, new):
         sources.append(source.path.name)
         if len(sources) == 3:
             raise OutputError("the disk is full")
-        return write(source, plan, new, say)
+        return write(say, source, plan, new)
 
     monkeypatch.setattr(module, "_write", fail)
-    monkeypatch.setattr(module, "in_child", lambda work, name, say=lambda _: None: work(say))
     with pytest.raises(OutputError, match="the disk is full"):
         repack(shards, tmp_path / "new", chunk_samples=3)
     assert not (tmp_path / "new").exists()

@@ -44,11 +44,11 @@ class GuardedFile(RegularFile):
         self.memory = MemoryLimit(self.path, memory_bytes)
         self.guard = Guard(self.path, remedy=REMEDY)
         try:  # HDF5 may crash when it opens the objects of a damaged file, and is left to crash in another process
-            try_files([Path(self.path)], lambda _: self._touch(), "matrix")
+            try_files([Path(self.path)], _touch, purpose="matrix")
         except FileError as error:
             raise SourceError(str(error)) from None
 
-    def _touch(self) -> None:
+    def touch(self) -> None:
         """Open all objects that a reader of a matrix may open, as it does."""
         with self.open() as root:
             groups = [root]
@@ -59,7 +59,7 @@ class GuardedFile(RegularFile):
                         if group.is_group(name):
                             groups.append(group.group(name))
                         else:
-                            group.dataset(name, group.num_dimensions(name))
+                            group.dataset(name, group.num_dimensions(name)).encoding()
                 with suppress(SourceError, FileError):
                     group.encoding(), group.words("_index"), group.words("column-order"), group.numbers("shape")
 
@@ -77,6 +77,16 @@ class GuardedFile(RegularFile):
                     os.close(descriptor)
         except FileError as error:
             raise SourceError(str(error)) from error.__cause__
+
+
+def _touch(path: Path) -> None:
+    GuardedFile(path).touch()
+
+
+def _read_strings(path: Path, name: str) -> list[bytes]:
+    with limited_memory(path), opened(path) as file:
+        words: list[bytes] = file[name][()].tolist()
+    return words
 
 
 class GuardedGroup:
@@ -284,12 +294,9 @@ class GuardedDataset:
         """Read strings with HDF5, in a child process, because HDF5 may hang on damaged strings."""
         self.memory.check(f"{self.length:,} strings in {self.where}", self.length * STRING_BYTES)
 
-        def read(_: object) -> np.ndarray:
-            with limited_memory(Path(self._dataset.file.filename)):
-                words = self._dataset[()].tolist()
-            return self._narrowed(words, max(map(len, words)))
-
-        return in_child(read, lambda: self.name)
+        path = Path(self._dataset.file.filename)
+        words = in_child(path, _read_strings, path, self._dataset.name)
+        return self._narrowed(words, max(map(len, words)))
 
     def parts(
         self, max_bytes: int, range_of: Callable[[int], tuple[int, int]]

@@ -1,37 +1,39 @@
 """Run work on an HDF5 file in a child process, so that a file that crashes or hangs HDF5 only causes an error.
 
-Forking is safe despite other threads and an initialised GPU. No other thread is inside HDF5, because its lock is held.
-The child does not collect garbage of the parent, and it exits without any cleanup. A child that nevertheless waits for
-a lock forever is killed.
-
-This works only on Linux. Elsewhere, and if the system cannot fork, the work is done in the calling process.
+Children are forks of a helper process (`h5chunk.store.hdf5.helper`), which each process starts when it opens its first
+untrusted file. Neither depends on the threads, the GPU, the standard streams or the main module of this process. A
+child that loops, sleeps or takes too much memory is killed, on Linux; elsewhere the system does not show what it does.
+If the system cannot start a helper, the work is done in the calling process.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import ctypes
-import gc
-import mmap
+import io
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
+import socket
+import subprocess
 import sys
+import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
-
-from h5py._objects import phil
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, TypeVar
 
 from h5chunk.errors import FileError, H5ChunkError, WorkerError, exact_bytes, printable
-from h5chunk.machine import warnings_filtered
+from h5chunk.machine import start_python
 from h5chunk.stamp import stamp_of
-from h5chunk.store.hdf5.open import DAMAGES
+from h5chunk.store.hdf5.chunk_table import keep_tables, noted_tables
+from h5chunk.store.hdf5.open import DAMAGES, check_not_written
+from h5chunk.urls import local_copy_of
 
 T = TypeVar("T")
 Say = Callable[[Any], None]
@@ -41,12 +43,10 @@ IDLE_S = 120.0  # time during which all threads sleep, after which a child count
 LOOK_S, MEMORY_LOOK_S = 1.0, 0.05  # time between checks of a child, and of its memory
 METADATA_BYTES = 256 << 20  # limit on the memory that a child may use for metadata
 METADATA_RATIO = 128  # additional bytes of memory per byte of the file: HDF5 needs 20 KB for a small open object
-PR_SET_PDEATHSIG = 1  # option of prctl
-SAID, DONE, FAILED = "said", "done", "failed"  # kinds of messages from the child; every message also has a value
+SAID, DONE, FAILED, LIMITED = "said", "done", "failed", "limited"  # kinds of messages from the child; each has a value
 
 _is_child = False  # whether this process is a child that `in_child` started
-# in a child: the limit on its data in bytes or 0, the part of it that a file may use, and whether ``trusted`` lifts it
-_limits = memoryview(bytearray(3 * 8)).cast("q")
+_send: Callable[[str, Any], None] | None = None  # in a child: sends a message to the caller
 _tried: set[Hashable] = set()  # versions of files that a child has opened without a crash
 
 
@@ -54,28 +54,36 @@ class Stuck(WorkerError):
     """Raised if a child process makes no progress for a long time. The file need not be damaged."""
 
 
-def try_files(paths: Sequence[Path], probe: Callable[[Path], None], purpose: Hashable) -> None:
-    """Call ``probe`` with each file in a child process, to test whether HDF5 can safely read it in this process.
+class _Limit(NamedTuple):
+    """The file that a child reads, and the memory that it may take for it."""
 
-    An unchanged file is tested once for each ``purpose``, a key that identifies the work of ``probe``. Raises FileError
-    if HDF5 crashes or loops on a file, and passes on h5chunk's own errors from ``probe``.
+    name: str
+    allowed: int = 0  # bytes for the file
+    data_bytes: int = 0  # limit on all data of the child in bytes; 0 if there is none
+    has_option: bool = False  # whether ``trusted`` lifts the limit
+
+
+def try_files(
+    paths: Sequence[Path], probe: Callable[..., T], *arguments: Any, purpose: Hashable = None
+) -> dict[Path, T]:
+    """Call ``probe(path, *arguments)`` with each file in a child process, to test whether HDF5 can safely read it.
+
+    Returns the results by path. They must be picklable. The tables of chunks that the child lists are kept for this
+    process. An unchanged file is tested once for each ``purpose``, a key that identifies the work of ``probe``; there
+    is no result for it afterwards. Raises FileError if HDF5 crashes or loops on a file, and passes on h5chunk's own
+    errors from ``probe``.
     """
     if _is_child:
-        return
+        return {}
     keys = {path: (stamp_of(path, with_ctime=True), purpose) for path in paths}
-    due = [path for path in paths if keys[path] not in _tried]
+    due = [path for path in keys if keys[path] not in _tried]
+    found: list[T] = []
     if not due:
-        return
-    reached = [due[0]]
-
-    def probe_all(say: Say) -> None:
-        for path in due:
-            say(path)
-            with limited_memory(path, False):
-                probe(path)
-
+        return {}
+    check_not_written(due)
     try:
-        in_child(probe_all, lambda: printable(reached[-1]), reached.append)
+        found, tables = in_child(due[0], call_each, due, probe, arguments)
+        keep_tables(tables)
     except Stuck as error:
         warnings.warn(
             f"{error}. The file is now opened without testing first whether HDF5 can safely read it",
@@ -83,127 +91,270 @@ def try_files(paths: Sequence[Path], probe: Callable[[Path], None], purpose: Has
             stacklevel=4,
         )
     except WorkerError:
-        return  # this is not an error of h5chunk, and the caller will get it when it reads the file
+        return {}  # this is not an error of h5chunk, and the caller will get it when it reads the file
     _tried.update(keys[path] for path in due)
+    return dict(zip(due, found, strict=False))
 
 
-def in_child(work: Callable[[Say], T], file_name: Callable[[], str], on_message: Say = lambda _: None) -> T:
-    """Run ``work(say)`` in a child process, and return its result or raise its error. Both must be picklable.
+def call_each(paths: Sequence[Path], probe: Callable[..., T], arguments: Sequence[Any]) -> tuple[list[T], Any]:
+    """In a child, call ``probe(path, *arguments)`` for each file. Returns the results, and the tables of chunks."""
+    found = []
+    with noted_tables() as tables:
+        for path in paths:
+            with limited_memory(path, False):
+                found.append(probe(path, *arguments))
+    return found, tables
 
-    ``on_message`` is called in this process with every object that ``work`` passes to ``say``. ``file_name`` returns
-    the name of the file for messages. Raises FileError if the child crashes or loops. Raises WorkerError if the child
-    sleeps for too long, or if its error is not an error of h5chunk.
+
+def in_child(path: Path, work: Callable[..., T], *arguments: Any, on_message: Say | None = None) -> T:
+    """Run ``work(*arguments)`` in a child process, and return its result or raise its error.
+
+    ``work`` is a function of a module, and all arguments, the result and the error are picklable. Messages name the
+    file at ``path``, until the child enters `limited_memory` with another file. With ``on_message``, the first
+    argument of ``work`` is a function, and ``on_message`` is called in this process with every object that ``work``
+    passes to it. Raises FileError if the child crashes or loops, or if this process writes to the file. Raises
+    WorkerError if the child sleeps for too long, or if its error is not an error of h5chunk.
     """
-    if sys.platform != "linux" or _is_child:
-        return work(on_message)
-    with contextlib.suppress(ImportError):
-        import hdf5plugin  # noqa: F401  # otherwise every child would import it
-    parent = os.getpid()
+    if _is_child:
+        return work(*arguments) if on_message is None else work(on_message, *arguments)
+    check_not_written([path])
+    name = printable(path)
     try:
-        receiver, sender = multiprocessing.Pipe(duplex=False)
-        limits = memoryview(mmap.mmap(-1, 3 * 8)).cast("q")  # shared with the child
-        with warnings_filtered("ignore"), phil:  # warnings about forks with threads; phil: no thread is inside HDF5
-            child = _fork()
-    except OSError:
-        return work(on_message)
-    if not child:
-        _run(work, sender, parent, limits)
-    sender.close()
-    over = False
-    try:
-        with receiver:
-            result = _listen(receiver, child, on_message, file_name, limits)
-        over = True
-    finally:
-        if not over:
-            os.kill(child, signal.SIGKILL)
-        try:
-            status = os.waitpid(child, 0)[1]
-        except ChildProcessError:  # another thread of this process has waited for it
-            status = 0
-    if result:
-        value: T = result[0]
-        return value
-    cause = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"code {os.WEXITSTATUS(status)}"
-    raise FileError(f"{file_name()}: this file crashes HDF5 ({cause}): it is damaged, or too little memory is free")
-
-
-def _fork() -> int:
-    """Fork without a garbage collection in the child, where freeing GPU memory of this process would abort."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        if not (child := os.fork()):
-            gc.freeze()
-        return child
-    finally:
-        if collects:
-            gc.enable()
+        child = _started(work.__module__)
+    except OSError as error:
+        warnings.warn(
+            f"{name}: no process can be started to test files first ({error.strerror or error}): a damaged file may "
+            "crash this process",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return work(*arguments) if on_message is None else work(on_message, *arguments)
+    with child.connection, child.status:  # which ends the child if it still works
+        with contextlib.suppress(ConnectionError):  # it has crashed already
+            child.connection.send_bytes(pickled(work, arguments, on_message is not None))
+        result: T = _listen(child, _Limit(name), on_message or (lambda _: None))
+        return result
 
 
 @contextlib.contextmanager
 def limited_memory(path: Path, trusted: bool | None = None) -> Iterator[None]:
     """Limit the memory of a child process in a context, because damaged metadata may make HDF5 use all memory.
 
-    There is no limit for ``trusted`` files; None means that the caller has no such option. The parent process raises
-    FileError if the child exceeds the limit. Memory that is requested faster than the parent looks is limited to twice
-    as much by the system; HDF5 may crash at that limit, but not at the first.
+    Errors of the child name the file from then on. There is no limit for ``trusted`` files; None means that the caller
+    has no such option. The parent process raises FileError if the child exceeds the limit. Memory that is requested
+    faster than the parent looks is limited to twice as much by the system; HDF5 may crash at that limit, but not at the
+    first.
     """
-    if sys.platform != "linux" or not _is_child or trusted:
+    if _send is None:
+        yield
+        return
+    name = printable(path)
+    if sys.platform != "linux" or trusted:
+        _send(LIMITED, _Limit(name))
         yield
         return
     taken = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
     before, taken_bytes = resource.getrlimit(resource.RLIMIT_DATA), int(taken.split()[1]) << 10
     allowed = METADATA_BYTES + METADATA_RATIO * sum(stamp_of(path)[2:3])
     hard = min(value for value in (taken_bytes + 2 * allowed, *before) if value != resource.RLIM_INFINITY)
+    limit = _Limit(name, allowed, taken_bytes + allowed, trusted is not None)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, before[1]))
-    _limits[1], _limits[2], _limits[0] = allowed, trusted is not None, taken_bytes + allowed
+    _send(LIMITED, limit)
     try:
         yield
     except (H5ChunkError, *DAMAGES) as error:
         if isinstance(error, MemoryError) or "alloc" in str(error):
-            raise _too_much_memory(printable(path), _limits) from error
+            raise _too_much_memory(limit) from error
         raise
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
-        _limits[0] = 0
+        _send(LIMITED, _Limit(name))
 
 
-def _too_much_memory(name: str, limits: memoryview) -> FileError:
-    _, allowed, has_option = limits
-    remedy = ". If you trust it, trusted=True (--trusted) removes this limit" if has_option else ""
+def _too_much_memory(limit: _Limit) -> FileError:
+    remedy = ". If you trust it, trusted=True (--trusted) removes this limit" if limit.has_option else ""
     return FileError(
-        f"{name}: its metadata needs more memory than the {exact_bytes(allowed)} that h5chunk allows for a file of its "
-        f"size, because it has very many objects or is damaged{remedy}"
+        f"{limit.name}: its metadata needs more memory than the {exact_bytes(limit.allowed)} that h5chunk allows for a "
+        f"file of its size, because it has very many objects or is damaged{remedy}"
     )
 
 
-def _listen(
-    pipe: Connection, child: int, on_message: Say, file_name: Callable[[], str], limits: memoryview
-) -> list[Any]:
-    """Receive the messages of a child. Returns a list with its result, or an empty list if it dies without one."""
-    watch, looked = _Watch(child), time.monotonic()
-    while True:
+# ---- what is sent to a child
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler that sends the path of a remote object's local copy with all that is needed to read the object."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, PurePath) and (mirror := local_copy_of(value)) is not None:
+            return _path_of, (mirror,)
+        return NotImplemented
+
+
+def _path_of(mirror: Any) -> Path:
+    return Path(mirror.path)
+
+
+def pickled(work: Callable[..., Any], arguments: Sequence[Any], has_say: bool) -> bytes:
+    """Return a message with work for a child, and the folder and variables of this process to do it with."""
+    folder = None
+    with contextlib.suppress(OSError):  # the current folder was removed
+        folder = os.getcwd()
+    data = io.BytesIO()
+    _Pickler(data).dump((folder, dict(os.environ), work, arguments, has_say))
+    return data.getvalue()
+
+
+def received(message: bytes, send: Callable[[str, Any], None]) -> Callable[[], Any]:
+    """Prepare a child, and return the work of a message."""
+    global _is_child, _send
+    _is_child, _send = True, send
+    folder, variables, work, arguments, has_say = pickle.loads(message)
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    return partial(work, *([partial(send, SAID)] if has_say else []), *arguments)
+
+
+# ---- the helper process
+
+
+class _Child(NamedTuple):
+    """A child process: its number, a connection for messages, and a socket that receives how it ended."""
+
+    number: int
+    connection: Connection
+    status: socket.socket
+
+
+class _Helper:
+    """The helper process, and the connection to it."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        with theirs, contextlib.ExitStack() as unused:
+            unused.enter_context(self._control)
+            self._process = start_python("h5chunk.store.hdf5.helper:serve", theirs.fileno(), **streams)
+            unused.pop_all()
+        self._control.settimeout(IDLE_S)
+        self._lock = threading.Lock()
+
+    def start(self, module: str) -> _Child:
+        """Start a child. Raises OSError if that is impossible."""
+        with contextlib.ExitStack() as unused:
+            connection, theirs = map(unused.enter_context, multiprocessing.Pipe())
+            status, their_status = map(unused.enter_context, socket.socketpair())
+            with self._lock:
+                descriptors = [theirs.fileno(), their_status.fileno()]
+                socket.send_fds(self._control, [module.encode()], descriptors)
+                reply = self._control.recv(8)
+            number = int.from_bytes(reply, "little", signed=True)
+            if number <= 0:
+                raise ChildProcessError("the system starts no further process" if reply else "the helper has ended")
+            unused.pop_all()
+            theirs.close()
+            their_status.close()
+            return _Child(number, connection, status)
+
+    def close(self) -> None:
+        """End the helper, and its children."""
+        self._control.close()
         try:
-            if not pipe.poll(MEMORY_LOOK_S):
-                if 0 < limits[0] < watch.data_bytes():
-                    raise _too_much_memory(file_name(), limits)
-                if time.monotonic() - looked < LOOK_S:
-                    continue
-                looked = time.monotonic()
-                if watch.is_dead() and not pipe.poll():  # no EOFError if another process inherited the child's sender
-                    return []
-                watch.check(file_name)
-                continue
-            kind, value = pipe.recv()
-        except EOFError:
-            return []
-        if kind == DONE:
-            return [value]
-        if kind == FAILED:
-            raise value
-        on_message(value)
-        watch.moved = None
+            self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def leave(self) -> None:
+        """Close the connection in a forked process, which is not the parent of the helper."""
+        self._control.close()
+        self._process.returncode = 0
+
+
+_helper: _Helper | None = None
+_lock = threading.Lock()  # held while the helper is started or ended
+
+
+def _started(module: str) -> _Child:
+    """Start a child, and first the helper if there is none. A helper that was killed is replaced."""
+    global _helper
+    with _lock:
+        existing = _helper
+        if existing is None:
+            existing, is_new = _Helper(), True
+            _helper = existing
+        else:
+            is_new = False
+    try:
+        return existing.start(module)
+    except BaseException as error:
+        with _lock:
+            if _helper is existing:
+                existing.close()
+                _helper = None
+        if is_new or not isinstance(error, OSError):
+            raise
+    return _started(module)
+
+
+def _after_fork() -> None:
+    global _helper, _lock
+    helper, _helper, _lock = _helper, None, threading.Lock()
+    if helper is not None:
+        helper.leave()
+
+
+@atexit.register
+def _close() -> None:
+    if _helper is not None:
+        _helper.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+# ---- watching a child
+
+
+def _listen(child: _Child, limit: _Limit, on_message: Say) -> Any:
+    """Receive the messages of a child, until it has a result. Raises FileError if it dies without one."""
+    watch, looked = _Watch(child.number), time.monotonic()
+    while True:
+        ready = wait([child.connection, child.status], MEMORY_LOOK_S)
+        if child.connection in ready:
+            try:
+                kind, value = child.connection.recv()
+            except (EOFError, ConnectionError):
+                raise _crash(child.status, limit.name) from None
+            if kind == DONE:
+                return value
+            if kind == FAILED:
+                raise value
+            if kind == LIMITED:
+                limit = value
+            else:
+                on_message(value)
+            watch.moved = None
+        elif ready:  # another process may have inherited the child's end of the connection, which is then still open
+            raise _crash(child.status, limit.name)
+        elif 0 < limit.data_bytes < watch.data_bytes():
+            raise _too_much_memory(limit)
+        elif time.monotonic() - looked >= LOOK_S:
+            looked = time.monotonic()
+            watch.check(limit.name)
+
+
+def _crash(status: socket.socket, name: str) -> FileError:
+    status.settimeout(IDLE_S)
+    try:
+        code = int.from_bytes(status.recv(4), "little")
+    except OSError:
+        code = 0
+    cause = signal.Signals(os.WTERMSIG(code)).name if os.WIFSIGNALED(code) else f"code {os.WEXITSTATUS(code)}"
+    return FileError(f"{name}: this file crashes HDF5 ({cause}): it is damaged, or too little memory is free")
 
 
 class _Watch:
@@ -215,7 +366,7 @@ class _Watch:
         self._ticks: dict[str, tuple[str, int]] = {}
         self._since = 0.0
 
-    def check(self, file_name: Callable[[], str]) -> None:
+    def check(self, name: str) -> None:
         """Raise FileError if the child computes for too long without a read or write.
 
         Raises Stuck if all of its threads sleep for too long.
@@ -227,22 +378,19 @@ class _Watch:
             self.moved, self._ticks, self._since = moved, threads, time.monotonic()
             return
         per_s = os.sysconf("SC_CLK_TCK")
-        ran = max((ticks - self._ticks.get(name, ("", 0))[1] for name, (_, ticks) in threads.items()), default=0)
+        ran = max((ticks - self._ticks.get(thread, ("", 0))[1] for thread, (_, ticks) in threads.items()), default=0)
         if ran > LOOP_S * per_s:
-            raise FileError(f"{file_name()}: this file makes HDF5 loop endlessly: it is damaged")
+            raise FileError(f"{name}: this file makes HDF5 loop endlessly: it is damaged")
         if any(state != "S" for state, _ in threads.values()) or ran:
             self._since = time.monotonic()
         elif time.monotonic() - self._since > IDLE_S:
-            raise Stuck(f"{file_name()}: a process that was started to read it made no progress for {IDLE_S:.0f} s")
+            raise Stuck(f"{name}: a process that was started to read it made no progress for {IDLE_S:.0f} s")
 
     def data_bytes(self) -> int:
         """Return the memory of the child, in bytes, that a limit on its data applies to."""
         with contextlib.suppress(OSError, IndexError):
             return int((self._folder / "statm").read_text().split()[5]) * resource.getpagesize()
         return 0
-
-    def is_dead(self) -> bool:
-        return {state for state, _ in self._threads().values()} <= {"Z", "X"}
 
     def _threads(self) -> dict[str, tuple[str, int]]:
         """Return the state, as ps shows it, and the CPU time in ticks of every thread, by thread id."""
@@ -253,24 +401,3 @@ class _Watch:
                     fields = (thread / "stat").read_text().rpartition(")")[2].split()
                     states[thread.name] = fields[0], int(fields[11])
         return states
-
-
-def _run(work: Callable[[Say], Any], pipe: Connection, parent: int, limits: memoryview) -> NoReturn:
-    """Run the work in the child process, send its result, and exit."""
-    global _is_child, _limits
-    _is_child, _limits = True, limits
-    code = 1
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the main process, which ends this one
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:
-            try:
-                pipe.send((DONE, work(lambda value: pipe.send((SAID, value)))))
-            except H5ChunkError as error:
-                error.__context__ = error.__cause__ = None  # dask would pickle these errors, and some cannot be pickled
-                pipe.send((FAILED, error.with_traceback(None)))
-            except BaseException:
-                pipe.send((FAILED, WorkerError(traceback.format_exc())))
-            code = 0
-    finally:
-        os._exit(code)  # without closing or flushing files of the parent

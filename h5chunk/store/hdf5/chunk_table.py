@@ -12,8 +12,8 @@ import functools
 import io
 import math
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import h5py
@@ -33,11 +33,16 @@ PROBE_BLOCK = 512  # size of its user block
 DRIVERS = (h5py.h5fd.SEC2, h5py.h5fd.LOG)  # drivers that read a local file with its descriptor
 DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
 ALL_FILTERS = 0xFFFFFFFF  # the filter mask of a chunk that skipped all filters
-KEPT_CHUNKS, MAX_KEPT = 1 << 14, 2  # up to MAX_KEPT tables with at least KEPT_CHUNKS chunks are cached
+KEPT_CHUNKS = 1 << 14  # tables with at least this many chunks stay cached when they have been used
+KEPT_BYTES = 256 << 20  # limit on the memory of all cached tables, unless one of them is larger
+TABLE_BYTES = 1 << 10  # memory of a cached table besides its arrays
 EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY of H5Dpublic.h
 
 
-_kept: dict[tuple[object, ...], ChunkTable] = {}  # the cached tables, by version of the file and dataset
+Tables = dict[tuple[object, ...], "ChunkTable"]  # by version of the file, and dataset
+
+_kept: Tables = {}  # the cached tables
+_noted: Tables | None = None  # the tables that were listed in a context of `noted_tables`
 
 
 class NotDirect(Exception):
@@ -108,20 +113,52 @@ def list_chunks(dataset: h5py.Dataset) -> ChunkTable:
 
     Raises FileError if the index of the chunks is invalid, or a chunk extends beyond the file, overlaps another chunk
     or has an impossible size. Raises FileError, too, if HDF5 reads bytes that differ from those at the offset of a
-    chunk. Long tables are cached, because a data set, its loader and forked processes list the same chunks.
+    chunk. Long tables are cached, because a data set, its loader and forked processes list the same chunks. Tables of
+    `keep_tables` are not listed again.
     """
     file = dataset.file.id
     if not _is_stable(file):
         return _list_chunks(dataset)
     key = (stamp_of(file.get_vfd_handle(), with_ctime=True), dataset.name)
     table = _kept.pop(key, None) or _list_chunks(dataset)
+    if _noted is not None:
+        _noted[key] = table
     if len(table) >= KEPT_CHUNKS:
+        keep_tables({key: table})
+    return table
+
+
+@contextmanager
+def noted_tables() -> Iterator[Tables]:
+    """Note all tables that are listed in the context, for `keep_tables` in another process."""
+    global _noted
+    tables: Tables = {}
+    _noted = tables
+    try:
+        yield tables
+    finally:
+        _noted = None
+        _drop_oldest(tables)
+
+
+def keep_tables(tables: Tables) -> None:
+    """Cache tables for `list_chunks`, which returns them if a file has not changed. Short ones are returned once."""
+    for key, table in tables.items():
         for array in (table.offsets, table.sizes, table.filter_masks):
             array.flags.writeable = False
         _kept[key] = table
-        for oldest in list(_kept)[:-MAX_KEPT]:
-            _kept.pop(oldest, None)
-    return table
+    _drop_oldest(_kept)
+
+
+def _drop_oldest(tables: Tables) -> None:
+    """Drop the oldest tables, but never the last one, until all need at most `KEPT_BYTES` of memory."""
+    sizes = {key: TABLE_BYTES + 20 * len(table) for key, table in list(tables.items())}
+    total = sum(sizes.values())
+    for key in list(sizes)[:-1]:
+        if total <= KEPT_BYTES:
+            return
+        tables.pop(key, None)
+        total -= sizes[key]
 
 
 def check_chunks(dataset: h5py.Dataset) -> None:

@@ -18,17 +18,15 @@
 HDF5 itself detects other damaged metadata. Its errors become FileErrors, and so do its crashes and endless loops,
 because files are first opened in a child process (`h5chunk.store.hdf5.child`).
 
-With ``trusted``, any filter is allowed. Links, views (virtual datasets) and external storage are then allowed, too, if
-they refer to files in the folder of the file or below it. `scripts/PROMISES.md` describes the evidence.
+With ``trusted``, HDF5 loads any filter, and follows links, views (virtual datasets) and external storage wherever they
+lead. `scripts/PROMISES.md` describes the evidence.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,78 +54,7 @@ SLACK_BYTES = 64 << 20  # bytes that a shape may claim although nothing was writ
 SLACK_CHUNKS = 1 << 20  # chunks that a shape may claim although they were never written; each needs memory in a table
 MAX_INFLATED_BYTES = 256 << 20  # larger chunks must have enough stored bytes for MAX_RATIO
 MAX_ATTRIBUTE_BYTES = 1 << 20
-MAX_DEPTH = 32  # maximum length of a chain of links
 REMEDY = "to allow it, pass trusted=True (--trusted)"
-PREFIXES = {"an external link": "HDF5_EXT_PREFIX", "a view": "HDF5_VDS_PREFIX", "storage": "HDF5_EXTFILE_PREFIX"}
-
-
-class Trust:
-    """The rule that links of a trusted file may refer only to files in its folder, or below it.
-
-    HDF5 looks for a link's file in several folders, and opens the first that it can. This class tries the same paths in
-    the same order. The first existing file must be in the folder after symbolic links are resolved.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.folder = path.resolve().parent
-
-    def check(self, target: Path, where: str, target_name: str) -> None:
-        """Raise TrustError unless ``target`` is a regular file in the trusted folder."""
-        real = target.resolve()
-        if not real.is_relative_to(self.folder):
-            raise TrustError(
-                f"{where} leads to {target_name!r}, which is outside of the file's folder "
-                f"{printable(self.folder)}: copy the target into that folder, or read that file directly"
-            )
-        if not stat.S_ISREG(os.stat(real).st_mode):
-            raise TrustError(f"{where} leads to {target_name!r}, which is not a regular file")
-
-    @contextmanager
-    def opened(self, base: str, target: str, where: str, kind: str) -> Iterator[h5py.File | None]:
-        """Open, in a context, the file that a link or view refers to.
-
-        ``base`` is the file that contains the link, ``target`` the file name in the link, and ``kind`` a key of
-        `PREFIXES`. The context's value is None if HDF5 would not find the file, or if a view names many files by a
-        number pattern. Raises TrustError if the file is outside the trusted folder, FieldError if it cannot be opened.
-        """
-        if kind == "a view" and target == ".":
-            with h5py.File(base, "r") as file:
-                yield file
-            return
-        if kind == "a view" and "%" in target:  # the pattern of numbered files, which must be in one folder
-            folder, _, last = target.rpartition("/")
-            candidate = _candidate_paths(base, f"{folder}/" if folder else ".", "a view")[0]
-            if "%" in folder or not candidate.resolve().is_relative_to(self.folder):
-                raise TrustError(
-                    f"{where} is a view of {last!r} in {printable(candidate)}, outside of the file's folder: "
-                    "copy those files into that folder"
-                )
-            yield None
-            return
-        existing = next((candidate for candidate in _candidate_paths(base, target, kind) if candidate.exists()), None)
-        if existing is None:
-            yield None
-            return
-        self.check(existing, where, target)
-        try:
-            file = h5py.File(existing, "r")
-        except OSError as error:
-            raise FieldError(f"{where} leads to {target!r}, which cannot be opened ({error})") from None
-        with file:
-            yield file
-
-
-def _candidate_paths(base: str, target: str, kind: str) -> list[Path]:
-    """List the paths where HDF5 looks for a file. Source: H5F_prefix_open_file in H5Fint.c; H5D__build_file_prefix."""
-    prefix = os.environ.get(PREFIXES[kind], "")
-    absolute = [Path(target)] if Path(target).is_absolute() else []
-    if Path(target).is_absolute() and kind != "storage":
-        target = Path(target).name
-    folder = Path(base).parent
-    prefixes = [Path(part.replace("${ORIGIN}", str(folder))) for part in prefix.split(":") if part]
-    if kind == "storage":
-        return absolute or [*(part / target for part in prefixes[:1]), Path(target)]
-    return [*absolute, *(part / target for part in prefixes), folder / target, Path(target), folder.resolve() / target]
 
 
 class Guard:
@@ -139,46 +66,37 @@ class Guard:
     def __init__(self, path: str | os.PathLike[str], trusted: bool = False, *, remedy: str = REMEDY) -> None:
         self.path, self._remedy = Path(path), remedy
         if not isinstance(trusted, bool):
-            raise OptionError(f"trusted is {trusted!r}: pass True to follow links within the file's folder, or False")
-        self._trust = Trust(self.path) if trusted else None
+            raise OptionError(f"trusted is {trusted!r}: pass True to follow links, also to other files, or False")
+        self._trusted = trusted
 
     def find(self, file: h5py.File, name: str) -> h5py.Dataset | h5py.Group | None:
         """Open the object at a path; None if it does not exist. Raises TrustError if an untrusted link is on it."""
         where = self._where(name)
         with errors_as(FieldError, f"{where} cannot be opened"):
-            return file[name] if self._exists(file, name, where, 0) else None
+            return file[name] if self._exists(file, name, where) else None
 
-    def _exists(self, start: h5py.Group, name: str, where: str, depth: int) -> bool:
-        """Return whether a path exists. Raises TrustError if a name on it is neither a hard link nor a trusted link."""
-        if depth > MAX_DEPTH:
-            raise FieldError(f"{where} leads through more than {MAX_DEPTH} links: they may form a cycle")
+    def _exists(self, start: h5py.Group, name: str, where: str) -> bool:
+        """Return whether a path exists. Raises TrustError if a link on it is not hard, unless the file is trusted."""
+        if self._trusted:
+            return name in start
         group: Any = start.file["/"] if name.startswith("/") else start
         for part in (part for part in name.split("/") if part not in ("", ".")):
-            if not isinstance(group, h5py.Group):
+            if not isinstance(group, h5py.Group) or (link := group.get(part, getlink=True)) is None:
                 return False
-            link = group.get(part, getlink=True)
-            if link is None or (
-                not isinstance(link, h5py.HardLink) and not self._target_exists(link, group, where, depth)
-            ):
-                return False
+            if not isinstance(link, h5py.HardLink):
+                raise self._not_followed(link, where)
             group = group[part]
         return True
 
-    def _target_exists(self, link: Any, group: h5py.Group, where: str, depth: int) -> bool:
-        """Return whether a soft or external link leads to an object. Raises TrustError if it is not trusted."""
-        soft = isinstance(link, h5py.SoftLink)
-        if not soft and not isinstance(link, h5py.ExternalLink):
-            raise TrustError(
+    def _not_followed(self, link: Any, where: str) -> TrustError:
+        if not isinstance(link, (h5py.SoftLink, h5py.ExternalLink)):
+            return TrustError(
                 f"{where} is a user-defined link, which is not followed: replace it by a copy of its target"
             )
-        if self._trust is None:
-            kind, of = ("a soft link", "") if soft else ("an external link", f" of {link.filename!r}")
-            remedy = f"read {'its target' if soft else 'that file'} directly; {self._remedy}"
-            raise TrustError(f"{where} is {kind} to {link.path!r}{of}, which is not followed: {remedy}")
-        if soft:
-            return self._exists(group, link.path, where, depth + 1)
-        with self._trust.opened(group.file.filename, link.filename, where, "an external link") as other:
-            return other is not None and self._exists(other, link.path, where, depth + 1)
+        soft = isinstance(link, h5py.SoftLink)
+        kind, of = ("a soft link", "") if soft else ("an external link", f" of {link.filename!r}")
+        remedy = f"read {'its target' if soft else 'that file'} directly; {self._remedy}"
+        return TrustError(f"{where} is {kind} to {link.path!r}{of}, which is not followed: {remedy}")
 
     def check_field(self, dataset: h5py.Dataset, name: str) -> None:
         """Check a dataset before its shape is used.
@@ -187,47 +105,28 @@ class Guard:
         """
         where = self._where(name)
         with errors_as(FieldError, f"{where} is damaged"):
-            self._check_field(dataset, where, 0)
+            self._check_field(dataset, where)
 
-    def _check_field(self, dataset: h5py.Dataset, where: str, depth: int) -> None:
+    def _check_field(self, dataset: h5py.Dataset, where: str) -> None:
         properties = dataset.id.get_create_plist()
         layout = properties.get_layout()
         if layout == h5py.h5d.VIRTUAL:
-            self._check_virtual(dataset, properties, where, depth)
-        elif layout == h5py.h5d.CONTIGUOUS and properties.get_external_count():
-            names = [os.fsdecode(properties.get_external(i)[0]) for i in range(properties.get_external_count())]
-            if self._trust is None:
+            if not self._trusted:
+                first = f", such as {properties.get_virtual_filename(0)!r}" if properties.get_virtual_count() else ""
                 raise TrustError(
-                    f"{where} has its values in another file, {names[0]!r}, which is not opened: copy them into this "
-                    f"file; {self._remedy}"
+                    f"{where} is a view of other files{first}, which are not opened: read those directly; "
+                    f"{self._remedy}"
                 )
-            for name in names:
-                existing = next(
-                    (candidate for candidate in _candidate_paths("", name, "storage") if candidate.exists()), None
+        elif layout == h5py.h5d.CONTIGUOUS and properties.get_external_count():
+            if not self._trusted:
+                name = os.fsdecode(properties.get_external(0)[0])
+                raise TrustError(
+                    f"{where} has its values in another file, {name!r}, which is not opened: copy them into this file; "
+                    f"{self._remedy}"
                 )
-                if existing is None:
-                    raise FieldError(f"{where} has its values in {name!r}, which does not exist")
-                self._trust.check(existing, where, name)
         elif dataset.id.get_space().get_simple_extent_type() != h5py.h5s.NULL:  # get_space opens the files of a view
-            check_filters(properties, where, trusted=self._trust is not None, remedy=self._remedy)
+            check_filters(properties, where, trusted=self._trusted, remedy=self._remedy)
             check_stored_size(dataset, properties, where)
-
-    def _check_virtual(self, view: h5py.Dataset, properties: h5py.h5p.PropDCID, where: str, depth: int) -> None:
-        sources = [
-            (properties.get_virtual_filename(i), properties.get_virtual_dsetname(i))
-            for i in range(properties.get_virtual_count())
-        ]
-        if self._trust is None:
-            first = f", such as {sources[0][0]!r}" if sources else ""
-            raise TrustError(
-                f"{where} is a view of other files{first}, which are not opened: read those directly; {self._remedy}"
-            )
-        if depth > MAX_DEPTH:
-            raise FieldError(f"{where} is a view of views that is more than {MAX_DEPTH} levels deep")
-        for filename, name in dict.fromkeys(sources):  # each source once
-            with self._trust.opened(view.file.filename, filename, where, "a view") as other:
-                if other is not None and "%" not in name and self._exists(other, name, where, depth + 1):
-                    self._check_field(other[name], where, depth + 1)
 
     def check_matrix(self, file: h5py.File, name: str) -> None:
         """Check the datasets of the sparse matrix in a group as `check_field` does."""
@@ -278,8 +177,11 @@ class Guard:
         if isinstance(part, bytes):  # h5py returns names that it cannot decode as bytes
             raise UnsupportedError(f"{where} has a name that is not UTF-8: rename it")
         link = group.get(part, getlink=True)
-        if not isinstance(link, h5py.HardLink) and not self._target_exists(link, group, where, 0):
-            raise FieldError(f"{where} is a link without a target")
+        if not isinstance(link, h5py.HardLink):
+            if not self._trusted:
+                raise self._not_followed(link, where)
+            if group.get(part) is None:
+                raise FieldError(f"{where} is a link without a target")
         return group[part]
 
     def _damaged(self, name: str, action: str, error: Exception) -> FieldError:

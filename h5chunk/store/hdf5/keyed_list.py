@@ -14,7 +14,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +57,7 @@ REPORTED = 1000  # number of samples between two reports of progress
 HEADER_BYTES = 4 << 10  # bytes after the start of an object header to search for a compact dataset's values
 
 Report = Callable[[int, "int | None"], None]  # called with the number of listed samples, and the total
-Say = Callable[[Any], None]  # sends a message from a child process: a file, or the number of listed samples
+Say = Callable[[int], None]  # sends the number of listed samples from a child process
 
 
 class Keys(NamedTuple):
@@ -115,7 +114,7 @@ def _list_files(folder: Path, names: Sequence[str], wanted: Wanted, report: Repo
     """List the samples of files in a folder, in child processes."""
     if wanted.outer:
         files = [folder / name for name in names]
-        keys = _in_child(partial(_list_keys, files, wanted), files[0])
+        keys = in_child(files[0], _list_keys, files, wanted)
     else:  # each file is a sample, whose key is its path without the suffix
         keys = [Keys(folder / name, True, [os.fsencode(os.path.splitext(name)[0])]) for name in names]
     total = sum(len(each.keys) for each in keys)
@@ -130,7 +129,7 @@ def _list_files(folder: Path, names: Sequence[str], wanted: Wanted, report: Repo
             done[number] = count
             report(sum(done), total)
 
-        return _in_child(partial(_list_part, parts[number], wanted), parts[number][0].path, note)
+        return in_child(parts[number][0].path, _list_part, parts[number], wanted, on_message=note)
 
     with ThreadPoolExecutor(available_cores()) as pool:
         futures = [pool.submit(list_part, number) for number in range(len(parts))]
@@ -140,19 +139,6 @@ def _list_files(folder: Path, names: Sequence[str], wanted: Wanted, report: Repo
             for future in futures:
                 future.cancel()
     return listed._replace(starts=np.cumsum([0, *(len(each.keys) for each in keys)]))
-
-
-def _in_child(work: Callable[[Say], Any], first: Path, note: Callable[[int], None] = lambda _: None) -> Any:
-    """Run ``work`` in a child process, which says each file that it opens, and how many samples are listed."""
-    reached = [first]
-
-    def listen(message: Any) -> None:
-        if isinstance(message, Path):
-            reached[0] = message
-        else:
-            note(message)
-
-    return in_child(work, lambda: printable(reached[0]), listen)
 
 
 def _parts(keys: Sequence[Keys]) -> Iterator[list[Keys]]:
@@ -170,12 +156,11 @@ def _parts(keys: Sequence[Keys]) -> Iterator[list[Keys]]:
     yield part
 
 
-def _list_keys(files: Sequence[Path], wanted: Wanted, say: Say) -> list[Keys]:
+def _list_keys(files: Sequence[Path], wanted: Wanted) -> list[Keys]:
     """Return the keys of the samples of each file, sorted by their names."""
     groups = [group.strip("/") for group in wanted.outer.split("*")[:-1]]  # before each *
     found = []
     for path in files:
-        say(path)
         guard = Guard(path, wanted.trusted)
         with limited_memory(path, wanted.trusted), opened(path) as file:
             names: list[bytes] = []
@@ -211,13 +196,12 @@ def _walk(start: h5py.Group, groups: list[str], key: bytes, guard: Guard, keys: 
             _walk(below, groups[1:], key + name + b"/", guard, keys, kinds)
 
 
-def _list_part(part: Sequence[Keys], wanted: Wanted, say: Say) -> KeyedIndex:
+def _list_part(say: Say, part: Sequence[Keys], wanted: Wanted) -> KeyedIndex:
     """List the samples of a part."""
     fields = {name: _FieldLister(name, wanted.kinds) for name in wanted.patterns}
     values: dict[str, list[Any]] = {name: [] for name in wanted.attributes}
     done = 0
     for path, all_hard, keys in part:
-        say(path)
         with limited_memory(path, wanted.trusted), opened(path) as file:
             lister = _Lister(file, wanted, all_hard)
             for field in fields.values():

@@ -7,7 +7,7 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,7 @@ def _open_current(path: str | os.PathLike[str], options: dict[str, Any]) -> h5py
             file = _open_unlocked(path, {**options, "driver": driver})
             if file.id.get_intent() != h5py.h5f.ACC_RDONLY:
                 file.close()
-                raise FileError(f"{printable(path)} is open for writing (or for SWMR) in this process: close it first")
+                raise _is_written(path)
             stamp = stamp_of(file.id.get_vfd_handle())
             key = *stamp[:2], driver
             is_shared = h5py.h5f.get_obj_count(file.id, h5py.h5f.OBJ_FILE) > 1
@@ -159,6 +159,20 @@ def _open_current(path: str | os.PathLike[str], options: dict[str, Any]) -> h5py
         f"{printable(path)}: was overwritten while data sets of an older version of it are open in this process, from "
         "which HDF5 would return old values: close those (close() of the loader or data set), and open it again"
     )
+
+
+def check_not_written(paths: Iterable[str | os.PathLike[str]]) -> None:
+    """Raise FileError if this process has one of the files open for writing, whose values may be only in memory."""
+    with phil:
+        files = h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE)
+        written = {stamp_of(file.name)[:2] for file in files if file.get_intent() != h5py.h5f.ACC_RDONLY} - {()}
+    for path in paths if written else ():
+        if stamp_of(path)[:2] in written:
+            raise _is_written(path)
+
+
+def _is_written(path: str | os.PathLike[str]) -> FileError:
+    return FileError(f"{printable(path)} is open for writing (or for SWMR) in this process: close it first")
 
 
 def _open_unlocked(path: str | os.PathLike[str], options: dict[str, Any]) -> h5py.File:

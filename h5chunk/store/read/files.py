@@ -71,18 +71,25 @@ def _open(files: list[Path], fields: Stored | None, name: Path, trusted: bool, c
         with suppress(OptionError):  # a file has no checksums
             return _open(files, fields, name, trusted, FIRST)
     options: dict[str, Any] = {"trusted": trusted, "checksums": checksums}
+    tried: dict[Path, H5Reader] = {}
     if trusted is False:
         try:
-            try_files(files, lambda path: H5Reader(path, fields, **options).check_metadata(), repr(fields))
+            tried = try_files(files, _read_metadata, fields, options, purpose=(repr(fields), checksums))
         except FieldError as error:
             if len(files) == 1 or fields is None or "has no dataset" not in str(error):
                 raise
             remedy = "if each file has other fields of the same samples, h5chunk.info([FILE, FILE]).code joins them"
             raise FieldError(f"{error}; {remedy}") from None
-    readers = [H5Reader(file, fields, **options) for file in files]
+    readers = [tried.get(file) or H5Reader(file, fields, **options) for file in files]
     if reason := readers[0].why_no_labels:
         warnings.warn(f"{reason}; batches have no labels", stacklevel=4)
     return readers[0] if len(readers) == 1 else FileSet(readers, name)
+
+
+def _read_metadata(path: Path, fields: Stored | None, options: Mapping[str, Any]) -> H5Reader:
+    reader = H5Reader(path, fields, **options)
+    reader.check_metadata()
+    return reader
 
 
 def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:

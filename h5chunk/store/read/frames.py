@@ -13,7 +13,8 @@ from h5chunk.errors import FieldError, OptionError, count_text, printable, shown
 from h5chunk.plan.episodes import ends_of_flags
 from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions
 from h5chunk.store.hdf5.attributes import join_columns
-from h5chunk.store.hdf5.child import in_child, limited_memory
+from h5chunk.store.hdf5.child import call_each, in_child
+from h5chunk.store.hdf5.chunk_table import keep_tables
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.patterns import parse
@@ -62,30 +63,8 @@ def open_frames(
     wanted = EpisodeFields(parse("fields", of_rows), alone, attributes)
     files = list_local_files(path, remote, "Windows")
     check_shards(path)
-    reached = [files[0]]
-
-    def each_file(work: Callable[[Path], Any], files: Sequence[Path] = files) -> list[Any]:
-        """Call a function for each file, in a child process if the files are not trusted."""
-
-        def call(say: Callable[[Path], None]) -> list[Any]:
-            found = []
-            for file in files:
-                say(file)
-                with limited_memory(file, trusted):
-                    found.append(work(file))
-            return found
-
-        return call(reached.append) if trusted else in_child(call, lambda: printable(reached[-1]), reached.append)
-
     if any(pattern.stars for pattern in wanted.rows.values()):
-
-        def open_one(file: Path) -> OpenedEpisodes:
-            found = open_episodes(file, wanted, decoder, trusted, checksums)
-            for source in found.sources:
-                find_offsets(source)
-            return found
-
-        of_files: list[OpenedEpisodes] = each_file(open_one)
+        of_files: list[OpenedEpisodes] = _each_file(files, trusted, _open_one, wanted, decoder, trusted, checksums)
         kinds = [[sorted(source.fields) for source in each.sources] for each in of_files]
         for file, own in zip(files, kinds, strict=True):
             if own != kinds[0]:
@@ -110,21 +89,11 @@ def open_frames(
         datasets = {name: FrameDataset(fields[name], decoder) for name in names}
         return open_reader(path, datasets, trusted=trusted, checksums=checksums)
 
-    def lengths_of(file: Path) -> dict[str, int]:
-        """Return the number of rows of each field of a file, or -1 for a dataset without axes."""
-        with opened(file) as handle:
-            kept = wanted.sorted_by(handle, Guard(file, trusted), str)
-            own = {
-                name: H5Reader(file, {name: FrameDataset(fields[name], decoder)}, trusted=trusted, file=handle)
-                for name in kept.rows
-            }
-        return {name: own[name].num_samples if name in own else -1 for name in of_rows}
-
     try:
         sources = [open_rows(of_rows)]
     except FieldError as error:
         try:
-            lengths = each_file(lengths_of, files[:1])[0]
+            lengths = _each_file(files[:1], trusted, _lengths_of, wanted, fields, decoder, trusted)[0]
         except FieldError:  # fields that do not differ in length are wrong, too
             raise error from None
         scalars = {name: wanted.rows[name] for name in of_rows if lengths[name] < 0}
@@ -142,15 +111,7 @@ def open_frames(
     names = [*map(str, range(len(borders) - 1))] if tables else episode_names(sources[0])
     _check_rows(sources, in_files)
 
-    def read_all(file: Path) -> dict[str, np.ndarray]:
-        with opened(file) as handle:
-            guard = Guard(file, trusted)
-            found = {name: read_constant(handle, guard, str(each)) for name, each in wanted.constants.items()}
-            for name, default in wanted.attributes.items():
-                found[name] = attribute_of(handle["/"], "/", name, default, file)
-        return found
-
-    of_file = each_file(read_all) if wanted.others else []
+    of_file = _each_file(files, trusted, _read_all, wanted, trusted) if wanted.others else []
     by_name: dict[str, list[np.ndarray]] = {name: [] for name in wanted.others}
     for file, found, (first, last) in zip(files, of_file, pairwise(in_files.tolist()), strict=False):
         for name, value in found.items():
@@ -164,6 +125,47 @@ def open_frames(
                 )
             by_name[name] += list(value)
     return Episodes(sources, borders, names, _joined(by_name, wanted.attributes, names))
+
+
+def _each_file(files: Sequence[Path], trusted: bool, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call ``work(file, *arguments)`` for each file, in a child process if the files are not trusted."""
+    if trusted:
+        return [work(file, *arguments) for file in files]
+    found, tables = in_child(files[0], call_each, files, work, arguments)
+    keep_tables(tables)
+    return found
+
+
+def _open_one(
+    file: Path, wanted: EpisodeFields, decoder: FrameDecoder, trusted: bool, checksums: str
+) -> OpenedEpisodes:
+    found = open_episodes(file, wanted, decoder, trusted, checksums)
+    for source in found.sources:
+        find_offsets(source)
+    return found
+
+
+def _lengths_of(
+    file: Path, wanted: EpisodeFields, fields: Mapping[str, str], decoder: FrameDecoder, trusted: bool
+) -> dict[str, int]:
+    """Return the number of rows of each field of a file, or -1 for a dataset without axes."""
+    with opened(file) as handle:
+        kept = wanted.sorted_by(handle, Guard(file, trusted), str)
+        own = {
+            name: H5Reader(file, {name: FrameDataset(fields[name], decoder)}, trusted=trusted, file=handle)
+            for name in kept.rows
+        }
+    return {name: own[name].num_samples if name in own else -1 for name in wanted.rows}
+
+
+def _read_all(file: Path, wanted: EpisodeFields, trusted: bool) -> dict[str, np.ndarray]:
+    """Read the constants and the attributes of the episodes of a file."""
+    with opened(file) as handle:
+        guard = Guard(file, trusted)
+        found = {name: read_constant(handle, guard, str(each)) for name, each in wanted.constants.items()}
+        for name, default in wanted.attributes.items():
+            found[name] = attribute_of(handle["/"], "/", name, default, file)
+    return found
 
 
 def _one_rule() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -61,17 +62,19 @@ def find_table(reader: Source, name: str) -> np.ndarray | None:
 
 def _read_foreign_table(reader: Source, name: str) -> np.ndarray | None:
     """Read a table of an AnnData or 10x file, in a child process because HDF5 may hang on damaged strings."""
+    matrix = reader.matrix.dataset if reader.matrix else ""
+    values = in_child(reader.path, _find_values, reader.path, reader.trusted, name, matrix)
+    reader.check_unchanged()
+    return values
 
-    def read(_: object) -> np.ndarray | None:
-        with limited_memory(reader.path, reader.trusted), opened(reader.path) as file:
-            reader.check_unchanged()
-            guard = Guard(reader.path, reader.trusted)
-            for path in _table_paths(file, guard, name, reader.matrix.dataset if reader.matrix else ""):
-                if guard.find(file, path) is not None:
-                    return _values(file, guard, path)
-        return None
 
-    return in_child(read, lambda: printable(reader.path))
+def _find_values(file_path: Path, trusted: bool, name: str, matrix: str) -> np.ndarray | None:
+    with limited_memory(file_path, trusted), opened(file_path) as file:
+        guard = Guard(file_path, trusted)
+        for path in _table_paths(file, guard, name, matrix):
+            if guard.find(file, path) is not None:
+                return _values(file, guard, path)
+    return None
 
 
 def _table_paths(file: h5py.File, guard: Guard, name: str, matrix: str) -> Iterator[str]:

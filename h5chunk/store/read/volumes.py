@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -30,6 +30,8 @@ from h5chunk.store.read.fields import Field, describe_field
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.source import Computed, Groups, Source
 
+WEIGHTS = " weights"  # name of the field of weights; the blank distinguishes it from users' fields
+CHANNELS = ("first", "last")
 WINDOW_BYTES = 1 << 30  # limit on the decoded size of the chunks of cells that are shuffled together
 POSITION = "position"
 HELD_BYTES = 384 << 20  # limit on the size of the patches in cells that are shuffled together
@@ -294,31 +296,44 @@ def _some_field(fields: Mapping[str, VolumeField], number: int) -> dict[str, str
     return {name: next(path for file, path in each.datasets if file == number)}
 
 
-def probe_volumes(checksums: str, *opened_as: Any) -> None:
-    """Open volumes and their checksums, and list their chunks. Other arguments are passed to `open_volumes`."""
-    fields, _ = open_volumes(*opened_as)
+def _leading(name: str, channels: str | None, num_spatial: int, num_axes: int) -> int:
+    """Return how many of a dataset's ``num_axes`` axes precede its ``num_spatial`` spatial axes."""
+    if num_axes <= num_spatial:
+        return 0
+    if channels not in CHANNELS:
+        subject = "the weights have" if name == WEIGHTS else f"field {name!r} has"
+        raise OptionError(
+            f"{subject} {num_axes} axes, but size has {num_spatial}: pass channels='first' if the other axes come "
+            "first, otherwise channels='last'"
+        )
+    return num_axes - num_spatial if channels == "first" else 0
+
+
+def probe_volumes(path: Path, checksums: str, *opened_as: Any) -> None:
+    """Open the volumes of a file and their checksums, and list their chunks; other arguments are for `open_volumes`."""
+    fields, _ = open_volumes([path], *opened_as)
     if checksums != OFF:
-        open_volume_files(opened_as[0], fields, opened_as[-1], checksums)
-    with opened(opened_as[0][0]) as file:
+        open_volume_files([path], fields, opened_as[-1], checksums)
+    with opened(path) as file:
         for each in fields.values():
             for _, dataset in each.datasets:
                 check_chunks(file[dataset])
                 with suppress(NotDirect):
-                    VolumeBytes(opened_as[0][0], each.name, 0, file[dataset], each)
+                    VolumeBytes(path, each.name, 0, file[dataset], each)
 
 
 def open_volumes(
     files: Sequence[Path],
     fields: Mapping[str, str],
     size: tuple[int, ...],
-    leading: Mapping[str, Callable[[int], int]],
+    channels: Mapping[str, str | None],
     trusted: bool,
 ) -> tuple[dict[str, VolumeField], list[str]]:
     """Open the datasets of all volumes. Returns the fields, which have no halo yet, and the names of the volumes.
 
     A field with a ``*`` in its path has several datasets. Datasets of different fields belong to the same volume if the
-    ``*`` match the same texts. ``leading`` has, for each field, a function that converts the number of axes of a
-    dataset to the number of axes before its spatial axes.
+    ``*`` match the same texts. ``channels`` says for each field whether the axes of a dataset that are not
+    spatial come "first" or "last"; None if it has no others. Raises OptionError if a dataset has others nevertheless.
     """
     patterns = parse("fields", fields)
     found: dict[str, VolumeField] = {}
@@ -346,10 +361,9 @@ def open_volumes(
                         raise FieldError(
                             f"{printable(path)}: {own[text]!r} has {len(grid.shape)} axes, but size has {len(size)}"
                         )
-                    first = found.setdefault(
-                        name,
-                        VolumeField(name, [], [], dtype, leading[name](len(grid.shape)), (0,) * len(size), 0, size),
-                    )
+                    axes = _leading(name, channels[name], len(size), len(grid.shape))
+                    new = VolumeField(name, [], [], dtype, axes, (0,) * len(size), 0, size)
+                    first = found.setdefault(name, new)
                     first.datasets.append((number, own[text]))
                     first.grids.append(grid)
                     if first.dtype != dtype or _other_axes(first, -1) != _other_axes(first, 0):

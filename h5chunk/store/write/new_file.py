@@ -46,6 +46,14 @@ class NewFile(Output):
         self._header.unlink(missing_ok=True)  # a killed writer may have left it
         return self
 
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "descriptor"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Open the part file in a child of the process that holds its lock."""
+        self.__dict__.update(state)
+        self.descriptor = open_side_file(self.part, printable(self.path))
+
     def _check(self) -> None:
         check_output(self.path, self._overwrite)
 

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.spawn
 import os
 import pickle
 import signal
@@ -38,7 +36,7 @@ import cloudpickle
 import numpy as np
 
 from h5chunk.errors import WorkerError, human_bytes, printable
-from h5chunk.machine import warnings_filtered
+from h5chunk.machine import start_python, warnings_filtered
 
 if TYPE_CHECKING:
     from h5chunk.store.write.fill import FillJob, Task, TaskResult, TaskRunner
@@ -50,7 +48,6 @@ EXIT_S = 1.0  # seconds in which workers can stop before they must exit immediat
 POLL_S = 0.5  # seconds between checks of commands, and of workers
 STALL_S = 300.0  # seconds after which a worker that reads one sample, and sleeps, counts as stuck
 SENT_BYTES = 1 << 30  # a data set that holds more is read in the calling process, because sending it would copy it
-ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB")}
 READY, RESULT, FAILED, REFUSED = "ready", "result", "failed", "refused"  # kinds of messages; each has a value
 
 Stopped = Callable[[], bool]
@@ -200,16 +197,7 @@ def _send(stack: contextlib.ExitStack, job: FillJob, tasks: list[Task], num_work
     Raises _Refused if the process cannot receive the job.
     """
     connection, other = multiprocessing.Pipe()
-    code = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); import h5chunk.store.write.workers as workers"
-    process = subprocess.Popen(
-        [
-            *(multiprocessing.spawn.get_executable(), *subprocess._args_from_interpreter_flags()),  # type: ignore[attr-defined]
-            *("-c", f"{code}; workers.serve(int(sys.argv[1]))", str(other.fileno()), json.dumps(sys.path)),
-        ],
-        stdin=subprocess.PIPE,
-        pass_fds=[other.fileno()],
-        env={**os.environ, **ONE_THREAD},
-    )
+    process = start_python("h5chunk.store.write.workers:serve", other.fileno(), stdin=subprocess.PIPE)
     stack.callback(_end, process, connection)
     other.close()
     assert process.stdin is not None

@@ -99,7 +99,7 @@ def info(
         A file, or several files, specified as for `ChunkDataset`. For several files, the report also says whether they
         form one data set. Default: describe the resources of the machine that this process may use.
     trusted : bool
-        Whether to follow links and virtual datasets to other files in the file's folder.
+        Whether to follow links and virtual datasets to other files.
     show_all : bool
         Whether the text lists every dataset of a file. Default: a summary that fits on a screen, with one line for
         datasets whose names differ only in their numbers.
@@ -293,7 +293,7 @@ def _list_text(names: Iterable[str]) -> str:
 
 
 def _info_file(path: Path, trusted: bool) -> FileInfo:
-    return in_child(lambda _: _describe_file(path, trusted), lambda: printable(path))
+    return in_child(path, _describe_file, path, trusted)
 
 
 def _describe_file(path: Path, trusted: bool) -> FileInfo:

@@ -142,22 +142,23 @@ def repack_file(
     output, file = parse_output(path), Source(Path(source))
     check_not_source(output, source)
     check_output(output, overwrite or has_command_id(output))
+
+    def show(done: tuple[Any, ...]) -> None:
+        if progress:
+            progress(*done)
+
     # in child processes, so that HDF5 never opens the source in this process
-    file, plan = in_child(lambda _: _plan(file, parsed, found), lambda: file.label)
+    file, plan = in_child(file.path, _plan, file, parsed, found)
     command_id = key_of(["repack", h5chunk.__version__, parsed.recorded(), repr(parsed.cache), repr(found), file.stamp])
     complete = not overwrite and is_made_by(output, command_id)
     fields, lost = planned_fields(plan), list[str]()
     if complete:
-        fields = in_child(lambda _: describe_fields(plan, output, file.label), lambda: str(output))
+        fields = in_child(output, describe_fields, plan, output, file.label)
     elif dry_run:
         check_output(output, overwrite)
     else:
         with NewFile(output, overwrite) as new:
-            fields, lost = in_child(
-                lambda say: _write(file, plan, new, say),
-                lambda: file.label,
-                lambda args: progress(*args) if progress else None,
-            )
+            fields, lost = in_child(file.path, _write, file, plan, new, on_message=show)
             new.command_id = command_id
             new.commit()
     num_permuted = len(plan.samples.other_datasets) if plan.options.shuffle else 0
@@ -177,7 +178,7 @@ def repack_file(
     )
 
 
-def _write(source: Source, plan: RepackPlan, new: NewFile, say: Say) -> tuple[list[FieldReport], list[str]]:
+def _write(say: Say, source: Source, plan: RepackPlan, new: NewFile) -> tuple[list[FieldReport], list[str]]:
     """Write the new file; return the reports on its fields, and notes about content that could not be kept."""
     with source:
         run = Run(source, plan, new, lambda *progress: say(progress))

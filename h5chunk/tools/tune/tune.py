@@ -7,9 +7,10 @@ import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
+from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import FieldError, OptionError, OutputError, check_whole, human_bytes, printable
+from h5chunk.errors import FieldError, OptionError, OutputError, check_whole, human_bytes
 from h5chunk.machine import available_cores
 from h5chunk.paths import takes_paths
 from h5chunk.plan.cache import CacheSettings
@@ -147,11 +148,11 @@ def tune(
     check_converted(path)
     budget = TimeBudget("tune", budget_s, progress)
     with temporary_folder() as folder:
-        options: dict[str, Any] = {"batch_size": batch_size, "group_by": group_by, "trusted": trusted}
+        options: dict[str, Any] = {"folder": folder, "batch_size": batch_size, "group_by": group_by, "trusted": trusted}
 
         def read_facts(fields: Fields) -> Study:
             named = field_mapping(fields)
-            return in_child(lambda _: study_file(path, named, folder=folder, **options), lambda: printable(path))
+            return in_child(Path(path), _study, path, named, options)
 
         try:
             study, _ = with_usual_fields(read_facts, path, fields, trusted)
@@ -181,6 +182,10 @@ def tune(
             raise
         budget.report()
         return replace(found, seconds=budget.taken_s)
+
+
+def _study(path: str | os.PathLike[str], fields: Mapping[str, str] | None, options: dict[str, Any]) -> Study:
+    return study_file(path, fields, **options)
 
 
 def _check_ignored(given: Mapping[str, Any], reason: str) -> None:

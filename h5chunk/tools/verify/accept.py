@@ -47,7 +47,7 @@ def accept_changes(path: Path, fields: tuple[str, ...]) -> list[Accepted]:
 
     Raises FieldError if the file has no such field, and FileError if a chunk of one cannot be read.
     """
-    found = in_child(lambda _: _new_checksums(path, fields), lambda: printable(path))
+    found = in_child(path, _new_checksums, path, fields)
     changed = [each for each in found if each.num_changed]
     with writing(path):
         if any(each.offset is None or each.sums is None for each in changed):

@@ -172,15 +172,20 @@ def _accept(file: Path, report: VerifyReport, options: _VerifyOptions, progress:
 
 
 def _verify_file(path: Path, quick: bool, trusted: bool, progress: Progress | None) -> VerifyReport:
-    def check(say: Say) -> VerifyReport:
-        with ExitStack() as stack:
-            with limited_memory(path, trusted):
-                file = stack.enter_context(opened(path))
-                file_check = _FileCheck(path, quick, read_header(file))
-                file_check.survey(file, trusted)
-            return file_check.run(say)
+    def show(done: tuple[Any, ...]) -> None:
+        if progress:
+            progress(*done)
 
-    return in_child(check, lambda: printable(path), lambda args: progress(*args) if progress else None)
+    return in_child(path, _check, path, quick, trusted, on_message=show)
+
+
+def _check(say: Say, path: Path, quick: bool, trusted: bool) -> VerifyReport:
+    with ExitStack() as stack:
+        with limited_memory(path, trusted):
+            file = stack.enter_context(opened(path))
+            file_check = _FileCheck(path, quick, read_header(file))
+            file_check.survey(file, trusted)
+        return file_check.run(say)
 
 
 def _verify_folder(path: Paths, options: _VerifyOptions, progress: Progress | None, client: Any) -> FolderReport:
