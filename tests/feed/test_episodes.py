@@ -274,3 +274,55 @@ def test_windows_equal_the_frames_that_h5py_reads(layout: Layout, tmp_path: Path
     assert seen == 3 * len(expected)
     trusted = h5chunk.Windows(path, fields, LENGTH, trusted=True, padding="edge", **options)
     assert len(trusted) == len(trusted.values("task") if "task" in fields else trusted) >= len(dataset)
+
+
+def test_goals_and_padding_use_the_last_observation(tmp_path: Path) -> None:
+    path, fields, _, _ = _minari(tmp_path)
+    fields = {"obs": fields["obs"], "action": fields["action"]}
+    dataset = h5chunk.Windows(path, fields, 3, padding="edge", goal={"obs": "future", "action": "last"}, seed=1)
+    assert len(dataset) == sum(LENGTHS)
+    with h5py.File(path) as file:
+        observed = [file[f"episode_{number}/observations/achieved"][()] for number in range(3)]
+    last = [0, 0, 0]
+    for number in range(len(dataset)):
+        episode, now = int(dataset.episodes[number]), number - int(BORDERS[dataset.episodes[number]])
+        sample = dict(zip(dataset.fields, dataset[number], strict=True))
+        assert sample["obs_is_pad"].tolist() == [now + step > LENGTHS[episode] for step in range(3)]
+        assert sample["action_is_pad"].tolist() == [now + step >= LENGTHS[episode] for step in range(3)]
+        (later,) = np.flatnonzero((observed[episode] == sample["obs_goal"].numpy()).all(axis=1))
+        assert later > now
+        last[episode] += later == LENGTHS[episode]
+    assert any(last)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "options", "message"),
+    [
+        (_minari, {"obs": "*/observations/achieved", "other": "*/actions"}, {"constants": ["missing"]}, "constants is"),
+        (_minari, {"action": "*/actions"}, {"attributes": ["missing"]}, "no attribute 'missing'"),
+        (_minari, {"action": "*/actions"}, {"shift": {"missing": 1}}, "shift is"),
+        (_minari, {"action": "*/actions"}, {"shift": {"action": 1.5}}, "shift of 'action'"),
+        (_minari, {"action": "*/actions", "reward": "*/rewards"}, {"constants": ["reward"]}, "give it one shape"),
+        (_d4rl, {"obs": "observations"}, {"episode_ends": "observations"}, "one axis of at most 18 integers"),
+        (_d4rl, {"obs": "observations"}, {"episode_ends": ["terminals", "observations"]}, "one boolean for each of 18"),
+        (_d4rl, {"obs": "observations"}, {"episode_ends": np.array([3, 17])}, "end with 18"),
+        (_d4rl, {"obs": "observations"}, {"episode_ends": "terminals", "attributes": ["a"]}, "ranges of rows"),
+        (_d4rl, {"obs": "observations"}, {"episode_ends": "terminals", "episode_lengths": [18]}, "exclude each other"),
+        (_calvin, {"rgb": "rgb", "task": "task"}, {"episode_ends": "ep_ends"}, r"constants=\["),
+        (_calvin, {"rgb": "rgb", "rel": "rel_actions"}, {"episode_ends": "ep_ends", "constants": ["rel"]}, "18 rows"),
+    ],
+)
+def test_wrong_arguments_for_episodes_are_errors(
+    layout: Layout, fields: dict[str, str], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(h5chunk.H5ChunkError, match=message):
+        h5chunk.Windows(layout(tmp_path)[0], fields, LENGTH, **options)
+
+
+def test_fields_that_are_longer_in_some_episodes_only_are_an_error(tmp_path: Path) -> None:
+    path, fields, _, _ = _minari(tmp_path)
+    with h5py.File(path, "r+") as file:
+        del file["episode_2/rewards"]
+        file["episode_2/rewards"] = np.zeros(LENGTHS[2] + 1)
+    with pytest.raises(h5chunk.FieldError, match=r"fields differ in length .*episode_2"):
+        h5chunk.Windows(path, {name: fields[name] for name in ("obs", "action", "reward")}, LENGTH)

@@ -103,6 +103,9 @@ def open_frames(
         lengths = {name: length for name, length in lengths.items() if length >= 0}
         if not lengths:
             raise OptionError("fields has no dataset with a row per time step: name one, such as the actions") from None
+        if 2 * min(lengths.values()) < max(lengths.values()):  # more than one frame per episode
+            listed = ", ".join(f"{fields[name]!r} has {length}" for name, length in [*lengths.items()][:8])
+            raise FieldError(f"{printable(files[0])}: fields differ in length ({listed}): {_one_rule()}") from None
         sources = [
             open_rows(name for name, length in lengths.items() if length == each)
             for each in sorted({*lengths.values()})
