@@ -109,8 +109,7 @@ class RemoteReadPool(ReadPool):
 
         try:
             ranges = remote_ranges(all_tasks, self.descriptor)
-            position = self.epoch, load.window.batches[0]
-            num_bytes = cache.make_room(ranges, self._order, position, self._num_windows)
+            num_bytes = cache.make_room(ranges, self._num_windows)
             cache.pending_bytes += num_bytes
             holds.keep(hold_ranges(ranges, then))
         except (FileError, OptionError) as error:

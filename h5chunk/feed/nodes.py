@@ -22,12 +22,6 @@ def find_nodes(locality: str | int, world_size: int) -> int:
     return world_size // each
 
 
-def ranks_of_node(rank: int, world_size: int) -> range:
-    """Return the ranks on the node of a rank, or all ranks if the number of ranks per node is unknown."""
-    each = _ranks_per_node(world_size) or world_size
-    return range(rank - rank % each, rank - rank % each + each)
-
-
 def _ranks_per_node(world_size: int) -> int:
     """Return the number of ranks on each node; 0 if it is unknown."""
     each = os.environ.get("LOCAL_WORLD_SIZE", "")

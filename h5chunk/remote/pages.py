@@ -177,11 +177,12 @@ class Pages:
         os.close(self.descriptor)
 
 
-def write_at(descriptor: int, data: Any, at: int) -> None:
-    view = memoryview(data)
+def write_at(descriptor: int, data: Any, offset: int) -> None:
+    """Write all of ``data``, any contiguous buffer, with pwrite."""
+    view = memoryview(data).cast("B")
     while view:
-        done = os.pwrite(descriptor, view, at)
-        view, at = view[done:], at + done
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
 
 
 def _boot_id() -> bytes:

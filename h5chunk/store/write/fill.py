@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h5chunk.errors import SampleError
+from h5chunk.remote.pages import write_at
 from h5chunk.sample_source import SampleReader
 from h5chunk.store.hdf5.codecs import crc32
-from h5chunk.store.write.part_file import write_at, writing
+from h5chunk.store.write.part_file import writing
 from h5chunk.store.write.workers import run_tasks
 
 TASK_SAMPLES = 64  # samples per task; the main process needs about 0.3 ms for a task

@@ -15,19 +15,13 @@ import numpy as np
 
 from h5chunk.errors import OutputError, printable
 from h5chunk.plan.cache import CacheSettings
+from h5chunk.remote.pages import write_at
 from h5chunk.store.format.recommendation import VERSION, sidecar_of
 from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, Region, create_file, field_spec
 from h5chunk.store.hdf5.open import FULL_DISK
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.output import Output
-from h5chunk.store.write.part_file import (
-    check_free_space,
-    check_output,
-    no_space_message,
-    open_side_file,
-    write_at,
-    writing,
-)
+from h5chunk.store.write.part_file import check_free_space, check_output, no_space_message, open_side_file, writing
 
 PIECE_BYTES = 1 << 20  # bytes that are moved at a time within a file
 FLUSH_INTERVAL_S = 0.5

@@ -83,14 +83,6 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of ``data`` with pwrite."""
-    view = memoryview(data).cast("B")
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
-
-
 def parse_output(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
     """Validate the path of an output file, or of a folder of shards, and return it as a `Path`."""
     text = os.fspath(path)

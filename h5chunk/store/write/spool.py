@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from h5chunk.errors import OutputError, printable
+from h5chunk.remote.pages import write_at
 from h5chunk.store.hdf5.open import FULL_DISK
 from h5chunk.store.hdf5.ranges import read_bytes
-from h5chunk.store.write.part_file import write_at
 
 
 class TemporaryBytes:

@@ -19,6 +19,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, SampleError, printable
+from h5chunk.remote.pages import write_at
 from h5chunk.sample_source import AnyImage
 from h5chunk.sources.images import ImageSource, list_source
 from h5chunk.sources.kinds import ImageOptions, ImageSourceOptions
@@ -26,7 +27,7 @@ from h5chunk.store.format.header import read_header
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
 from h5chunk.store.hdf5.open import open_file
 from h5chunk.store.read.scan import Damage
-from h5chunk.store.write.part_file import write_at, writing
+from h5chunk.store.write.part_file import writing
 
 IMAGES = "images"
 
