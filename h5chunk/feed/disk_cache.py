@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import pairwise
 
 import numpy as np
 
@@ -10,10 +11,12 @@ from h5chunk.errors import OptionError, exact_bytes
 from h5chunk.plan.order import Order
 from h5chunk.plan.selection import FixedSelection
 from h5chunk.remote.mirror import Hold, Mirror, page_runs
-from h5chunk.remote.pages import PAGE
+from h5chunk.remote.pages import GAP_PAGES, PAGE, Runs
 from h5chunk.store.hdf5.ranges import Ranges
 from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.source import Source
+
+TABLE_BYTES = 2 * PAGE  # for blocks in which a file system lists the extents of a sparse file, and counts as its size
 
 Wanted = Mapping[Mirror, Ranges]  # byte ranges that are about to be fetched
 
@@ -46,8 +49,8 @@ class DiskCache:
                 f"cache_bytes is {exact_bytes(self._limit)}, but the windows that are read at the same time need "
                 f"{exact_bytes(needed)}: pass a cache_bytes of at least {needed}"
             )
-        absent = PAGE * sum(stop - first for mirror, each in runs.items() for first, stop in mirror.pages.absent(each))
-        excess = absent + self.pending_bytes + self._disk_bytes() - self._limit
+        absent = PAGE * sum(_num_fetched(mirror.pages.absent(each)) for mirror, each in runs.items())
+        excess = absent + self.pending_bytes + self._disk_bytes() + TABLE_BYTES - self._limit
         if absent and excess > 0:
             self._free(excess)
         return absent
@@ -95,3 +98,9 @@ class DiskCache:
         """For each field, yield the offsets, sizes, first samples and end samples of its chunks in a file."""
         for name in names:
             yield from self._direct[name].chunk_rows(number)
+
+
+def _num_fetched(runs: Runs) -> int:
+    """Return how many pages the requests for absent runs fetch, with the pages between runs that share a request."""
+    gaps = (first - stop for (_, stop), (first, _) in pairwise(sorted(runs)))
+    return sum(stop - first for first, stop in runs) + sum(gap for gap in gaps if gap <= GAP_PAGES)

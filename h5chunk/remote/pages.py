@@ -29,6 +29,7 @@ import numpy as np
 from h5chunk.errors import FileError, printable
 
 PAGE = 16 << 10  # size of a page in bytes
+GAP_PAGES = 4  # runs with at most this many pages between them share a request
 OBJECT, TABLE, ABOUT, SUMS, BOOT = "object.h5", "pages", "about.json", "sums", "boot"  # the files of a copy
 SUM = np.dtype("<u4")  # dtype of a page's checksum
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs after each boot

@@ -30,10 +30,9 @@ from h5chunk.errors import FileError
 from h5chunk.remote.countdown import Countdown
 from h5chunk.remote.download import Download, run_all
 from h5chunk.remote.objects import HEAD_BYTES, LARGEST, RemoteError, Store, first_line
-from h5chunk.remote.pages import ABOUT, FETCHED, PAGE, Locks, Pages, Runs, create, pages_of, write_at
+from h5chunk.remote.pages import ABOUT, FETCHED, GAP_PAGES, PAGE, Locks, Pages, Runs, create, pages_of, write_at
 from h5chunk.urls import parse, stable, without_query
 
-GAP_PAGES = 4  # runs with at most this many pages between them share a request
 REQUEST_PAGES = LARGEST // PAGE  # maximum number of pages per request
 
 Reply = Callable[[dict[str, Any]], None]

@@ -336,7 +336,7 @@ def test_a_cache_keeps_to_its_limit(photos, tmp_path):
                 assert sorted(label for _, labels in loader for label in labels.tolist()) == list(range(600))
                 assert cached_bytes(tmp_path) <= limit
     fetched = sum(int(stop) - int(start) for _, each in server.requests for start, stop in [each[6:].split("-")])
-    assert fetched < 2.1 * photos.stat().st_size  # of three epochs; each reads a quarter, and the pages of borders
+    assert fetched < 2.2 * photos.stat().st_size  # of three epochs; each reads a quarter, and the pages of borders
 
 
 def test_a_cache_smaller_than_its_windows_is_refused(photos, tmp_path):
