@@ -231,3 +231,17 @@ def test_transforms_and_patches_refuse_types_that_they_cannot_use(tmp_path):
     with pytest.raises(FieldError, match=r"'t/a' has a type that only samples.*file\['NEW'\] = x\[:\]\['a'\]"):
         h5chunk.Patches(tmp_path / "a.h5", {"t": "t/a"}, (4, 4, 4))
     assert h5chunk.Patches(tmp_path / "a.h5", {"v": "v"}, (8, 8, 8))[0][0].dtype == torch.complex64
+
+
+def test_complex_samples_of_groups(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number in range(9):
+            file[f"s{number}/plain"] = np.full((4, 2), number * (1 + 1j), "c8")
+            file.create_dataset(
+                f"s{number}/coded", data=np.full((4, 2), number * 1j), chunks=(4, 2), compression="gzip"
+            )
+            file[f"s{number}/ragged"] = np.full(number + 1, number * 1j, ">c8")
+    keyed = h5chunk.Keyed(tmp_path / "a.h5", {name: f"*/{name}" for name in ("plain", "coded", "ragged")})
+    plain, coded, ragged = keyed[3][:3]
+    assert plain.dtype == torch.complex64 and bool((plain == 3 + 3j).all())
+    assert bool((coded == 3j).all()) and ragged.tolist() == [3j] * 4
