@@ -239,14 +239,15 @@ class KeyedBytes(ByteReader):
         self._decoders = self._find_decoders()
         self.forget()
 
-    def _find_decoders(self) -> list[tuple[ChunkDecoder, tuple[int, ...]]]:
-        """Return the decoder and the chunk shape for each kind of chunked sample, from a dataset of that kind."""
-        decoders = []
+    def _find_decoders(self) -> dict[int, tuple[ChunkDecoder, tuple[int, ...]]]:
+        """Return the decoder and the chunk shape of each kind of chunked sample that is not empty, by its number."""
+        decoders: dict[int, tuple[ChunkDecoder, tuple[int, ...]]] = {}
         if self._field.chunked:
             kinds, firsts = np.unique(self._field.kinds, return_index=True)
             sample_of = dict(zip(kinds.tolist(), firsts.tolist(), strict=True))
             for number, (chunk, _) in enumerate(self._field.chunked, 1):
-                sample = sample_of.get(number, 0)
+                if (sample := sample_of.get(number)) is None:
+                    continue
                 path, where = self._reader.dataset_of(self.name, sample), self._reader.file_of(sample)
                 with opened(where) as file:
                     dataset = Guard(where, self._reader.trusted).find(file, path)
@@ -260,14 +261,14 @@ class KeyedBytes(ByteReader):
                         decoder = ChunkDecoder(properties, math.prod(chunk) * item_bytes, item_bytes)
                     except NoDecoder as error:
                         raise NotDirect(str(error)) from None
-                    decoders.append((decoder, tuple(chunk)))
+                    decoders[number] = decoder, tuple(chunk)
         return decoders
 
     def forget(self) -> None:
         self._local = threading.local()
 
     def scratch_bytes(self, num_threads: int) -> int:
-        return 3 * num_threads * max((decoder.chunk_bytes for decoder, _ in self._decoders), default=0)
+        return 3 * num_threads * max((decoder.chunk_bytes for decoder, _ in self._decoders.values()), default=0)
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
         """Yield tasks as `ByteReader.tasks` does. Rows may be in any order."""
@@ -301,7 +302,7 @@ class KeyedBytes(ByteReader):
 
     def _read_blocks(self, descriptor: int, row: int, kind: int, out: np.ndarray) -> None:
         field = self._field
-        decoder, chunk = self._decoders[kind - 1]
+        decoder, chunk = self._decoders[kind]
         shape = int(field.lengths[row]), *field.shape[1:]
         starts = product(*(range(0, side, step) for side, step in zip(shape, chunk, strict=True)))
         for number, start in enumerate(starts, int(field.first[row])):
