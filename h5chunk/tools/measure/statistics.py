@@ -49,8 +49,8 @@ def store_statistics(
 
 
 def has_statistics(dtype: str, sample_shape: tuple[int, ...]) -> bool:
-    """Return whether a field has statistics: floats and numeric arrays do, but strings and single integers do not."""
-    return not dtype.startswith("|S") and (bool(sample_shape) or "float" in dtype)
+    """Return whether a field has statistics: floats and arrays of numbers do, complex numbers and strings do not."""
+    return not dtype.startswith(("|S", "complex")) and (bool(sample_shape) or "float" in dtype)
 
 
 def _statistics(
