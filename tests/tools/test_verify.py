@@ -285,7 +285,7 @@ def test_rows_of_chunks_of_parts(tmp_path: Path) -> None:
     assert (bad.chunk, bad.first_sample, bad.last_sample) == (8, 7, 13) and "fletcher32" in bad.problem
 
 
-def test_quick_says_what_it_read(images: Path, monkeypatch) -> None:
+def test_quick_says_what_it_read(images: Path, in_process: None, monkeypatch) -> None:
     small(monkeypatch, quick_chunks=4)
     report = h5chunk.verify(images, quick=True)
     assert report.ok and {each.num_checked for each in report.fields} == {4}
@@ -303,7 +303,7 @@ def test_a_file_that_is_cut(images: Path) -> None:
         h5chunk.verify(images)
 
 
-def test_bytes_that_the_disk_does_not_give(images: Path, monkeypatch) -> None:
+def test_bytes_that_the_disk_does_not_give(images: Path, in_process: None, monkeypatch) -> None:
     import h5chunk.store.hdf5.ranges
 
     _, _, offset, size = places(images)[2]
