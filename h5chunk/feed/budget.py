@@ -19,15 +19,23 @@ from h5chunk.feed.layout import FieldLayout, Layouts, layout_of, layout_of_numbe
 from h5chunk.feed.slots import KEPT
 from h5chunk.machine import available_cores
 from h5chunk.native import available
-from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.order import Order
 from h5chunk.plan.selection import WeightedSelection
 from h5chunk.plan.slots import ROUND_BYTES, TOGETHER_BYTES, SlotPlan, largest_window, plan_slots, with_windows_together
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
-from h5chunk.store.read.direct import ByteReader, is_small_field
+from h5chunk.store.read.field_readers import (
+    AUTO,
+    DIRECT,
+    NOTABLE,
+    TINY,
+    field_readers,
+    is_small_field,
+    read_amplification,
+    scratch_bytes,
+)
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.ragged import ImagesField
-from h5chunk.store.read.several import NOTABLE, direct_fields, read_amplification
+from h5chunk.store.read.samples import FieldReader
 from h5chunk.store.read.source import Source
 from h5chunk.store.read.windows import WindowReader
 from h5chunk.transforms import BATCH_TRANSFORMS, Converter, Transforms
@@ -46,7 +54,7 @@ class DataSource:
     """The fields of a data set, how to read them, and the target device."""
 
     reader: Source
-    direct: dict[str, ByteReader]  # fields that are read by byte ranges
+    fields: dict[str, FieldReader]
     why: dict[str, str]  # why a field is read through HDF5, by field name
     numbered: dict[str, Callable[[np.ndarray], np.ndarray]]  # fields computed from sample numbers: see ReadPool
     layouts: Layouts
@@ -75,12 +83,8 @@ class DataSource:
         Fields that are kept in memory are not counted.
         """
         rows = None if order.selection is None else order.selection.resolve(order.seed, order.epoch).samples
-        kept = [name for name, field in self.direct.items() if is_small_field(field)]
-        return read_amplification(self.reader, rows, self.direct, kept)
-
-    def hdf5_cache(self, order: Order) -> CacheSettings:
-        """Return the settings of HDF5's chunk cache with which this order reads each chunk only once."""
-        return self.reader.main.grid.cache_for(order.open_chunks, order.cache_w0)
+        kept = [name for name, field in self.fields.items() if is_small_field(field)]
+        return read_amplification(self.reader, rows, self.fields, kept)
 
     def describe(self, order: Order) -> str:
         """Describe how the fields are read, for the repr of a loader."""
@@ -113,13 +117,13 @@ def make_source(
         name: layout_of_numbers(dataset.field(name)) if name in numbered else _layout(h5reader, name, counts, lanes)
         for name in dataset.fields
     }
-    direct, why = _direct_fields(h5reader, reader)
+    fields, why = _field_readers(h5reader, reader)
     if num_threads is None:
-        thread_bytes = sum(field.scratch_bytes(1) - field.scratch_bytes(0) for field in direct.values())
+        thread_bytes = max((field.thread_bytes for field in fields.values()), default=0)
         num_threads = max(1, min(MAX_THREADS, available_cores(), DECODING_BYTES // max(1, thread_bytes)))
     has_frames = isinstance(h5reader, WindowReader)
     subset = dataset.subset_samples
-    return DataSource(h5reader, direct, why, numbered, layouts, device, num_threads, timeout_s, has_frames, subset)
+    return DataSource(h5reader, fields, why, numbered, layouts, device, num_threads, timeout_s, has_frames, subset)
 
 
 def _layout(reader: Source, name: str, counts: np.ndarray | None, lanes: int) -> Any:
@@ -144,20 +148,16 @@ def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray
     return counts
 
 
-def _direct_fields(reader: Source, reader_kind: str) -> tuple[dict[str, ByteReader], dict[str, str]]:
-    """Return the readers of fields that are read by byte ranges and, for each other field, the reason to use HDF5."""
-    if reader_kind == "h5py":
-        return {}, dict.fromkeys(reader.fields, "requested by reader='h5py'")
-    direct, why = direct_fields(reader)
-    if why and reader_kind != "auto":
+def _field_readers(source: Source, way: str) -> tuple[dict[str, FieldReader], dict[str, str]]:
+    """Return the readers of fields, and the reason why a field is read through HDF5, by field name."""
+    fields, why = field_readers(source, way)
+    if why and way == DIRECT:
         name, reason = next(iter(why.items()))
         raise OptionError(f"field {name!r} cannot be read directly: {reason}. Use reader='auto' or 'h5py'")
-    for name, reason in why.items():
-        warnings.warn(printable(f"field {name!r} is read through h5py, in one thread: {reason}"), stacklevel=4)
-    if reader_kind == "auto":
-        slower = [name for name, field in direct.items() if field.is_slower_than_hdf5 and not is_small_field(field)]
-        why |= dict.fromkeys(slower, "its chunks are tiny")
-    return {name: field for name, field in direct.items() if name not in why}, why
+    for name, reason in why.items() if way == AUTO else ():
+        if reason != TINY:
+            warnings.warn(printable(f"field {name!r} is read through h5py, in one thread: {reason}"), stacklevel=4)
+    return fields, why
 
 
 def find_data(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple[ChunkDataset, Transforms | None]:
@@ -265,12 +265,8 @@ class MemoryBudget:
 
     def _reading_bytes(self, order: Order) -> int:
         source = self._source
-        total = sum(
-            field.num_bytes if is_small_field(field) else field.scratch_bytes(source.num_threads)
-            for field in source.direct.values()
-        )
-        if source.why:
-            total += source.reader.cache_bytes(source.hdf5_cache(order))
+        total = sum(field.num_bytes for field in source.fields.values() if is_small_field(field))
+        total += scratch_bytes(source.fields.values(), source.num_threads)
         if source.reader.ragged is not None:
             copies = 2 if len(source.reader.readers) > 1 else 1  # also the cache of each file
             total += source.reader.indptr.nbytes * copies

@@ -27,7 +27,7 @@ from h5chunk.feed.collate import (
     sample_numbers,
 )
 from h5chunk.feed.layout import torch_dtype
-from h5chunk.feed.sample_reader import SampleReader, SampleTransforms, plain_fields
+from h5chunk.feed.sample_reader import SampleReader, SampleTransforms
 from h5chunk.feed.stored_tables import StoredNames, decoded
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.draws import REPEAT, epoch_rows
@@ -36,11 +36,11 @@ from h5chunk.plan.permutation import SPLIT, ShuffledSequence, permutation
 from h5chunk.plan.selection import FixedSelection, SelectionSequence, select_samples, split_samples
 from h5chunk.remote.mirror import remote_options
 from h5chunk.store.read.checksums import OFF
+from h5chunk.store.read.field_readers import NOTABLE, field_readers, read_amplification, read_rows
 from h5chunk.store.read.fields import Field, Fields, parse_fields
 from h5chunk.store.read.files import Paths, open_reader, reopen_with_fields
 from h5chunk.store.read.fileset import are_images
 from h5chunk.store.read.ragged import RaggedField
-from h5chunk.store.read.several import NOTABLE, read_amplification
 from h5chunk.store.read.source import Computed, Source
 from h5chunk.transforms import Transforms
 
@@ -374,9 +374,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             is_fixed = field.sample_shape and min(field.sample_shape) >= 0
             shape = f"of shape {field.sample_shape}" if is_fixed else "that differ in size"
             raise FieldError(f"field {name!r} has samples {shape}: name a field with one value per sample")
-        found = np.empty(len(rows), field.dtype)
-        reader.read(name, rows, found)
-        return decoded(found)
+        return decoded(read_rows(reader, name, rows))
 
     @cached_property
     def read_amplification(self) -> float:
@@ -386,7 +384,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         """
         if self._samples is None:
             return 1.0
-        return read_amplification(self._reader, self._samples, plain_fields(self._reader))
+        return read_amplification(self._reader, self._samples, field_readers(self._reader)[0])
 
     @property
     def path(self) -> str:
@@ -415,13 +413,11 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def cache(self) -> CacheSettings:
-        """Settings of the chunk cache of the largest field in this process, for reads through HDF5."""
-        return self._sample_reader.cache
+        """Settings of a chunk cache for the largest field in this process.
 
-    def actual_caches(self) -> dict[str, CacheSettings]:
-        """Return the settings of the chunk cache of each field in this process, as HDF5 reports them."""
-        self._reader.set_caches(self.cache)
-        return self._reader.actual_caches()
+        Decoded chunks are kept in as much memory as it has; a reader with plain h5py can pass it to HDF5.
+        """
+        return self._sample_reader.cache
 
     def expect_order(self, order: Order) -> None:
         """Size the chunk cache for a sampler's order, or for that with the most open chunks if there are several."""
@@ -431,8 +427,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     def close(self) -> None:
         """Close the file in this process; the next read opens it again. The end of a ``with`` block does so, too."""
-        self._reader.close()
-        self.__dict__.pop("_sample_reader", None)
+        if (opened := self.__dict__.pop("_sample_reader", None)) is not None:
+            opened.close()
 
     def __enter__(self) -> Any:
         return self

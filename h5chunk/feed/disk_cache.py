@@ -13,7 +13,7 @@ from h5chunk.plan.selection import FixedSelection
 from h5chunk.remote.mirror import Hold, Mirror, page_runs
 from h5chunk.remote.pages import GAP_PAGES, PAGE, Runs
 from h5chunk.store.hdf5.ranges import Ranges
-from h5chunk.store.read.direct import ByteReader
+from h5chunk.store.read.samples import FieldReader
 from h5chunk.store.read.source import Source
 
 TABLE_BYTES = 2 * PAGE  # for blocks in which a file system lists the extents of a sparse file, and counts as its size
@@ -24,15 +24,15 @@ Wanted = Mapping[Mirror, Ranges]  # byte ranges that are about to be fetched
 class DiskCache:
     """The cache of a reader's remote objects, limited to the ``cache_bytes`` of their options.
 
-    ``direct`` has the fields that are read by byte ranges.
+    ``fields`` has the readers of its fields.
     """
 
-    def __init__(self, reader: Source, direct: Mapping[str, ByteReader]) -> None:
+    def __init__(self, reader: Source, fields: Mapping[str, FieldReader]) -> None:
         self._reader = reader
         self._mirrors = list(dict.fromkeys(each.mirror for each in reader.readers if each.mirror is not None))
         limits = [each.cache_bytes for each in self._mirrors if each.cache_bytes is not None]
         self._limit = min(limits, default=None)
-        self._direct = direct
+        self._fields = fields
         self.pending_bytes = 0  # of pages that are being fetched
 
     def make_room(self, wanted: Wanted, num_windows: int = 1) -> int:
@@ -63,9 +63,9 @@ class DiskCache:
             if reader.mirror is None:
                 continue
             for offsets, sizes, starts, stops in self._chunks(number, names):
-                first, some = int(self._reader.starts[number]), np.ones(len(starts), bool)
+                some = np.ones(len(starts), bool)
                 if samples is not None:
-                    some = np.searchsorted(samples, starts + first) < np.searchsorted(samples, stops + first)
+                    some = np.searchsorted(samples, starts) < np.searchsorted(samples, stops)
                 wanted.setdefault(reader.mirror, []).append((offsets[some], sizes[some]))
         runs = {mirror: page_runs(*map(np.concatenate, zip(*each, strict=True))) for mirror, each in wanted.items()}
         if any(not mirror.keeps or mirror.pages.absent(each) for mirror, each in runs.items()):
@@ -97,7 +97,7 @@ class DiskCache:
     def _chunks(self, number: int, names: Collection[str]) -> Iterator[tuple[np.ndarray, ...]]:
         """For each field, yield the offsets, sizes, first samples and end samples of its chunks in a file."""
         for name in names:
-            yield from self._direct[name].chunk_rows(number)
+            yield from self._fields[name].block_rows(number)
 
 
 def _num_fetched(runs: Runs) -> int:

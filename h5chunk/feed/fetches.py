@@ -14,8 +14,8 @@ from h5chunk.plan.order import Order, Window
 from h5chunk.remote.client import client
 from h5chunk.remote.mirror import Hold
 from h5chunk.store.hdf5.ranges import ReadTask
-from h5chunk.store.read.direct import ByteReader
-from h5chunk.store.read.several import OpenFiles, hold_ranges, remote_ranges
+from h5chunk.store.read.open_files import hold_ranges, remote_ranges
+from h5chunk.store.read.samples import FieldReader
 from h5chunk.store.read.source import Source
 
 
@@ -47,18 +47,18 @@ class RemoteReadPool(ReadPool):
     def __init__(
         self,
         reader: Source,
-        direct: Mapping[str, ByteReader],
+        fields: Mapping[str, FieldReader],
         num_threads: int,
         *,
         order: Order,
         num_windows: int,
         **options: Any,
     ) -> None:
-        self._order, self._num_windows, self._cache = order, num_windows, DiskCache(reader, direct)
+        self._order, self._num_windows, self._cache = order, num_windows, DiskCache(reader, fields)
         self._fetched: dict[int, tuple[WindowRead, int]] = {}  # windows being fetched, and their numbers of tasks
         self._looked = -1  # the last epoch in which `_become_local` was called
         self._held = _Holds()  # of all pages, once they are cached
-        super().__init__(reader, direct, num_threads, **options)
+        super().__init__(reader, fields, num_threads, **options)
 
     @property
     def progress(self) -> int:
@@ -75,14 +75,14 @@ class RemoteReadPool(ReadPool):
 
     def _become_local(self) -> None:
         """If all data is in the cache, hold it there until the pool is closed."""
-        holds = self._cache.hold_all(self._order, set(self._direct) - set(self._whole))
+        holds = self._cache.hold_all(self._order, set(self._fields) - set(self._whole))
         if holds is None:
             return
         self._held.keep(holds)
         self.is_local = True
-        if not isinstance(self.descriptor, OpenFiles):
-            self.descriptor = int(self.descriptor)  # without the mirror, so that its pages are not held a second time
-            status = os.stat(self.descriptor)
+        if not self.files.are_several:
+            self.files.use_local_copies()  # so that their pages are not held a second time
+            status = os.stat(self.files.descriptor(0))
             self._stamp = (
                 os.fsencode(self._reader.path),
                 status.st_dev,
@@ -108,7 +108,7 @@ class RemoteReadPool(ReadPool):
                 begin(load, all_tasks, tasks)
 
         try:
-            ranges = remote_ranges(all_tasks, self.descriptor)
+            ranges = remote_ranges(all_tasks, self.files)
             num_bytes = cache.make_room(ranges, self._num_windows)
             cache.pending_bytes += num_bytes
             holds.keep(hold_ranges(ranges, then))

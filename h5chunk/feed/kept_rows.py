@@ -17,7 +17,7 @@ import torch
 from h5chunk.feed.layout import MatrixLayout
 from h5chunk.feed.slots import CsrWindow
 from h5chunk.plan.order import MAX_OPEN_BYTES, Order
-from h5chunk.store.read.csr import CsrBuffers
+from h5chunk.store.read.samples import CsrBuffers
 from h5chunk.store.read.source import Source
 from h5chunk.transforms.csr import CsrRows, SampleNumbers
 

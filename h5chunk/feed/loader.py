@@ -356,8 +356,6 @@ class ChunkLoader(Resumable):
             if self._plan is None:
                 feed = Resident(source, self._budget.loading_samples(order), self._echo)
             else:
-                if source.why:
-                    source.reader.set_caches(source.hdf5_cache(order))
                 lends_slot = self._reuse and source.device.type == "cpu"
                 plan = replace(self._plan, order=order)
                 feed = WindowStream(source, plan, lends_slot=lends_slot, echo=self._echo, start=start)

@@ -22,9 +22,9 @@ from h5chunk.plan.permutation import MAX_SEED
 from h5chunk.remote.mirror import remote_options
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.read.checksums import OFF
+from h5chunk.store.read.field_readers import field_readers
 from h5chunk.store.read.fields import Fields, named_paths
 from h5chunk.store.read.files import Paths, list_local_files
-from h5chunk.store.read.several import direct_fields
 from h5chunk.store.read.volumes import (
     POSITION,
     WEIGHTS,
@@ -222,7 +222,7 @@ class Patches(ChunkDataset):
             The order of the patches, such as ``ChunkSampler(patches, 4).order``. A chunk counts once per window of the
             order, because a `ChunkLoader` reads the patches of a window together.
         """
-        fields = direct_fields(self._reader)[0].values()
+        fields = field_readers(self._reader)[0].values()
         added = epoch_rows(order.epoch, self.epoch_samples) if self.epoch_samples else 0
         windows = [self.samples[window.rows] + added for window in order.windows()]
         read = sum(field.bytes_read(rows) for rows in windows for field in fields)

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -25,10 +24,10 @@ from h5chunk.feed.frames import FrameBuffers
 from h5chunk.native import CANCELLED, DONE, Ending, LastingTasks, NativePool, NativeTasks, Result, available
 from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
-from h5chunk.store.hdf5.ranges import ReadTask, RowGather, lasting_tasks, native_tasks, open_descriptor
-from h5chunk.store.read.csr import CsrBuffers
-from h5chunk.store.read.direct import ByteReader, read_small_fields
-from h5chunk.store.read.several import OpenFiles, close_descriptors
+from h5chunk.store.hdf5.ranges import ReadTask, RowGather, lasting_tasks, native_tasks
+from h5chunk.store.read.field_readers import read_small_fields
+from h5chunk.store.read.open_files import OpenFiles
+from h5chunk.store.read.samples import FieldReader
 from h5chunk.store.read.source import Source
 
 QUICK_BYTES = 16 << 10  # gathering a smaller window takes less time than passing it to a thread
@@ -55,7 +54,7 @@ class WindowRead:
         """Run one task, and finish the window after the last one. `wait` raises the error of a failed task."""
         try:
             if self.error is None:
-                task(self._pool.descriptor)
+                task(self._pool.files)
         except BaseException as error:  # raised again by wait()
             self.error = error
         self._end_task()
@@ -146,45 +145,42 @@ class ReadPool:
     If `h5chunk.native` was built, C threads read byte ranges, and the caller finishes the windows that they have read,
     because a Python thread would wait for the GIL at each step. Python threads are started only for other tasks.
 
-    ``direct`` reads fields by byte ranges, and ``reader`` reads the other fields of the file through HDF5, one thread
-    at a time. ``numbered`` computes the fields that are not in the file from sample numbers. `WorkerError` is raised if
-    no task completes for ``timeout_s`` seconds; None waits forever.
+    ``fields`` has the readers of the fields of ``reader``. ``numbered`` computes the fields that are not in the file
+    from sample numbers. `WorkerError` is raised if no task completes for ``timeout_s`` seconds; None waits forever.
     """
 
     def __init__(
         self,
         reader: Source,
-        direct: Mapping[str, ByteReader],
+        fields: Mapping[str, FieldReader],
         num_threads: int,
         *,
         numbered: Mapping[str, Callable[[np.ndarray], np.ndarray]] | None = None,
         timeout_s: float | None = TIMEOUT_S,
     ) -> None:
         self._reader, self._numbered = reader, numbered or {}
-        self._rows_of = reader.source_of
-        self._direct = {name: getattr(field, "frames", field) for name, field in direct.items()}
+        self._fields = {name: getattr(field, "frames", field) for name, field in fields.items()}
         self.path, self.timeout_s = reader.path, timeout_s
         self.epoch, self.tasks_done = 0, 0  # epoch of the next windows to read; tasks that Python threads have done
         self.is_local = not reader.is_remote  # whether all data is on this machine
         self._hangs = False  # whether a wait has run into its timeout
         self.has_ended = threading.Event()  # set once the pool is closed and all threads have ended
         self.process = os.getpid()
-        self.lock, self._hdf5 = threading.Lock(), threading.Lock()  # the first one for the states of all reads
+        self.lock = threading.Lock()  # for the states of all reads
         self._tasks: SimpleQueue[tuple[WindowRead, ReadTask] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._num_threads, self._has_workers, self._is_closed = num_threads, False, False
         self._native: NativePool | None = None
         self._native_reads: dict[int, WindowRead] = {}  # by ticket
-        several = reader.is_set
-        self.descriptor: Any = OpenFiles(reader) if several else open_descriptor(reader.path)
+        self.files = OpenFiles(reader)
         try:
             self._stamp: tuple[Any, ...] = ()  # path and stamp of a single local file
-            if not isinstance(self.descriptor, OpenFiles):
+            if not self.files.are_several:
                 self._stamp = () if reader.is_remote else (os.fsencode(reader.path), *reader.stamp)
-                if stamp_of(self.descriptor) != reader.stamp:
-                    reader.check_unchanged(self.descriptor)
+                self.files.descriptor(0)
             self._forget()
-            self._whole = read_small_fields(self._direct, self.descriptor, reader.check_unchanged)
+            stored = {name: reader.source_of(name).fields[name] for name in fields}
+            self._whole = read_small_fields(self._fields, stored, self.files, reader.check_unchanged)
             if available():
                 self._native = NativePool(num_threads)
             else:
@@ -260,7 +256,7 @@ class ReadPool:
 
     def check_unchanged(self) -> None:
         """Raise FileError if the only file has changed since it was opened. Several files are checked during reads."""
-        if not isinstance(self.descriptor, OpenFiles) and stamp_of(self._reader.path) != self._reader.stamp:
+        if not self.files.are_several and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
 
     def load(self, window: Window, slot: Any) -> WindowRead:
@@ -270,7 +266,7 @@ class ReadPool:
         fields = slot.begin(window.samples)
         all_tasks = [task for name, out in fields.items() for task in self._field_tasks(name, window, out)]
         has_native = self._native is not None and os.getpid() == self.process
-        native, tasks = native_tasks(all_tasks, self.descriptor) if has_native else (None, all_tasks)
+        native, tasks = native_tasks(all_tasks, self.files) if has_native else (None, all_tasks)
         if native is not None and not tasks and self.is_local:
             native.ending = Ending(*slot.sender, *self._stamp)
         load = WindowRead(self, slot, window, len(tasks), native)
@@ -311,7 +307,7 @@ class ReadPool:
             return None
         if slot.tasks is None:
             num_samples = len(window.samples)
-            slot.tasks = lasting_tasks(slot.names, self._direct, self._whole, self.descriptor, num_samples)
+            slot.tasks = lasting_tasks(slot.names, self._fields, self._whole, self.files, num_samples)
             if slot.tasks is None:
                 return None
             slot.tasks.ending = Ending(*slot.sender, *self._stamp)
@@ -332,20 +328,11 @@ class ReadPool:
             gather = RowGather(self._whole[name], samples, out)
             if out.nbytes > QUICK_BYTES:
                 return (gather,)
-            gather(self.descriptor)
+            gather(self.files)
             return ()
         if not len(window.samples):  # an empty last batch
             return ()
-        if name in self._direct:
-            return self._direct[name].tasks(rows, destinations, out)
-        return (partial(self._read_by_hdf5, name, samples, out),)
-
-    def _read_by_hdf5(self, name: str, samples: np.ndarray, values: np.ndarray | CsrBuffers, _descriptor: int) -> None:
-        if not isinstance(values, CsrBuffers):
-            field = self._rows_of(name).fields[name]
-            values = values.view(field.dtype).reshape(len(samples), *field.sample_shape)
-        with self._hdf5:
-            self._rows_of(name).read(name, samples, values)
+        return self._fields[name].tasks(rows, destinations, out)
 
     def close(self) -> None:
         """Stop and join the threads, and close the file. Tasks that have not begun are dropped.
@@ -353,7 +340,7 @@ class ReadPool:
         A hanging thread is not waited for. It keeps the file open until its read returns.
         """
         if os.getpid() != self.process:  # a fork has the descriptor, but no threads, and unusable locks
-            close_descriptors(self.descriptor)
+            self.files.close()
             self.has_ended.set()
             return
         if threading.current_thread() in self._threads:  # called by the garbage collector during a task
@@ -385,14 +372,13 @@ class ReadPool:
         if self._native is not None:
             self._native.free()
         self._drop_native()
-        close_descriptors(self.descriptor)
-        self._reader.close()
+        self.files.close()
         self._forget()
         self.has_ended.set()
 
     def _forget(self) -> None:
-        for field in self._direct.values():
-            field.forget()
+        for field in self._fields.values():
+            field.cache.forget()
 
     def cancel(self) -> None:
         """Drop the tasks that have not begun. Their windows end with an error."""

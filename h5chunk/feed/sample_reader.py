@@ -1,7 +1,6 @@
-"""Read samples on demand, in any process: by byte ranges if the file allows it, otherwise through HDF5.
+"""Read samples on demand, in any process, in the same way as `h5chunk.ChunkLoader` does, with the same checks.
 
-Uncompressed data is read in the same way as by `h5chunk.ChunkLoader`, with the same checks. Data that is compressed, or
-needs HDF5 for another reason, is read through HDF5's chunk cache, which keeps decoded chunks for later batches.
+Decoded chunks are kept for later batches, in as much memory as HDF5's chunk cache would have.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.stamp import stamp_of
-from h5chunk.store.read.direct import read_small_fields
+from h5chunk.store.read.field_readers import field_readers, read_small_fields
 from h5chunk.store.read.fields import Field
+from h5chunk.store.read.open_files import OpenFiles, held_ranges, remote_ranges
 from h5chunk.store.read.ragged import ImagesField, RaggedField, SeriesField
-from h5chunk.store.read.reader import SMALL_FIELD_BYTES, Source
-from h5chunk.store.read.several import close_descriptors, direct_fields, held_ranges, open_descriptors, remote_ranges
+from h5chunk.store.read.reader import Source
 from h5chunk.transforms import (
     BATCH_TRANSFORMS,
     Converter,
@@ -55,6 +54,8 @@ from h5chunk.transforms.hold_out import as_array
 from h5chunk.transforms.images import ImageConverter, convert
 from h5chunk.transforms.ragged import RaggedConverter
 from h5chunk.transforms.rows import RowConverter
+
+SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, with small rows, are kept in memory
 
 Tensors = Sequence[torch.Tensor]
 
@@ -228,7 +229,7 @@ class SampleReader:
         dtype = torch_dtype(field.dtype, name)
         if dtype is None:
             text = np.empty(shape, field.dtype)
-            self._read_by_hdf5(name, rows, text)
+            self._read(name, rows, text)
             return [decoded(text).tolist()]
         return [
             Loaded([(shape, dtype)], lambda tensors: self._read(name, rows, as_array(tensors[0]).view(field.dtype)))
@@ -266,12 +267,10 @@ class SampleReader:
         if not out.size:
             return
         if name in opened.whole:
-            stored = opened.direct[name].rows_of(rows)
+            stored = opened.fields[name].rows_of(rows)
             np.take(opened.whole[name], stored, axis=0, out=out, mode="clip")  # in other modes NumPy copies twice
-        elif name in opened.direct:
-            opened.read(name, rows, out.reshape(len(rows), -1).view(np.uint8))
         else:
-            self._read_by_hdf5(name, rows, out)
+            opened.read(name, rows, out.reshape(len(rows), -1).view(np.uint8))
 
     def _entries(self, rows: np.ndarray, ordered: bool) -> CsrRows:
         """Return rows of a sparse matrix, which are valid until the next call."""
@@ -284,25 +283,25 @@ class SampleReader:
         window = CsrWindow(opened.layout, rows)
         arrays = [torch.empty(shape, dtype=dtype) for shape, dtype in window.shapes]
         room = window.destination(arrays)
-        if matrix.name in opened.direct and len(rows):
+        if len(rows):
             opened.read(matrix.name, rows, room)
-        elif len(rows):
-            self._read_by_hdf5(matrix.name, rows, room)
         window.check()
         return window.samples(arrays)
 
-    def _read_by_hdf5(self, name: str, rows: np.ndarray, out: Any) -> None:
-        self._reader.set_caches(self.cache)
-        self._reader.read(name, rows, out)
-
     def _open(self) -> _OpenFields:
         if self._opened is None or self._opened.process != os.getpid():
-            self._opened = _OpenFields(self._reader)
+            self._opened = _OpenFields(self._reader, self.cache)
             if (worker := get_worker_info()) is not None:  # the workers share the cores
                 for convert in self._converters.values():
                     if isinstance(convert, (AugmentConverter, RowConverter)):
                         convert.threads.limit = max(1, available_cores() // worker.num_workers)
         return self._opened
+
+    def close(self) -> None:
+        """Close the files in this process. The next read opens them again."""
+        opened, self._opened = self._opened, None
+        if opened is not None and opened.process == os.getpid():
+            opened.close()
 
     @property
     def cache(self) -> CacheSettings:
@@ -329,7 +328,8 @@ class SampleReader:
         worker = get_worker_info()
         if worker is None or worker.id or readers == 1 or order.window_batches == 1:
             return
-        if self._reader.main.grid.needs_cache and self._reader.main.name not in self._open().direct:
+        grid = self._reader.main.grid
+        if grid.filtered or grid.chunks_per_sample > 1:  # chunks are decoded, or read in pieces
             warnings.warn(
                 f"num_workers is {num_workers}, which does not divide the sampler's interleave of {order.interleave}, "
                 f"so {readers} workers will read each chunk: pass ChunkSampler "
@@ -340,16 +340,24 @@ class SampleReader:
 
 
 class _OpenFields:
-    """The fields that this process reads by byte ranges (``direct``), and small fields in memory (``whole``)."""
+    """The readers of the fields in this process, and small fields in memory (``whole``).
 
-    def __init__(self, reader: Source) -> None:
+    Decoded chunks of the main field are kept in the memory of ``cache``, and as many samples of other fields.
+    """
+
+    def __init__(self, reader: Source, cache: CacheSettings) -> None:
         self.process, self._reader = os.getpid(), reader
         self.layout = None if reader.ragged is None else ragged_layout(reader, reader.ragged)
-        self.direct = plain_fields(reader)
-        self._cache = DiskCache(reader, self.direct)
-        self._descriptors = open_descriptors(reader)
-        weakref.finalize(self, close_descriptors, self._descriptors)
-        self.whole = read_small_fields(self.direct, self._descriptors, reader.check_unchanged, SMALL_FIELD_BYTES)
+        self.fields = field_readers(reader)[0]
+        self._cache = DiskCache(reader, self.fields)
+        self._files = OpenFiles(reader)
+        weakref.finalize(self, self._files.close)
+        check = reader.check_unchanged
+        stored = {name: reader.source_of(name).fields[name] for name in self.fields}
+        rows = {name: getattr(field, "frames", field) for name, field in self.fields.items()}
+        self.whole = read_small_fields(rows, stored, self._files, check, SMALL_FIELD_BYTES)
+        for field in self.fields.values():
+            field.cache.limit_bytes = max(field.cache.limit_bytes, self._kept_bytes(cache))
         self._kept: dict[int, KeptRows | None] = {}  # by the thread that uses them
 
     def kept_rows(self, order: Order) -> KeptRows | None:
@@ -364,7 +372,7 @@ class _OpenFields:
 
     def _keep(self, order: Order) -> KeptRows | None:
         matrix, worker = self._reader.ragged, get_worker_info()
-        if matrix is None or matrix.name not in self.direct or self.layout is None:
+        if matrix is None or self.layout is None or not self.fields[matrix.name].is_raw:
             return None
         num_chunks = num_kept_chunks(self._reader, self.layout, order, 1 if worker is None else worker.num_workers)
         if num_chunks:
@@ -372,25 +380,35 @@ class _OpenFields:
                 return KeptRows(self._reader, self.layout, num_chunks, partial(self.read, matrix.name))
         return None
 
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+        for field in self.fields.values():
+            field.cache.forget()
+
+    def _kept_bytes(self, cache: CacheSettings) -> int:
+        main, total = self._reader.main, cache.nbytes
+        room = cache.nbytes // max(1, main.grid.band_bytes) * self._reader.chunk_samples  # in samples
+        for name, field in self._reader.fields.items():
+            grid = field.grid
+            if name != main.name and grid.needs_cache and grid.band_samples and name not in self.whole:
+                total += grid.cache_for(-(-room // grid.band_samples) + 1).nbytes
+        return total
+
     def read(self, name: str, rows: np.ndarray, out: Any) -> None:
         """Read rows of a field. ``out`` is (n, row_bytes) uint8 or, for a matrix, a `CsrBuffers`."""
         order = np.argsort(rows, kind="stable")
         try:
-            tasks: Iterable[Any] = self.direct[name].tasks(rows[order], order, out)
+            tasks: Iterable[Any] = self.fields[name].tasks(rows[order], order, out)
             if not self._reader.is_remote:
                 for part in tasks:
-                    part(self._descriptors)
+                    part(self._files)
                 return
-            ranges = remote_ranges(tasks := list(tasks), self._descriptors)
+            ranges = remote_ranges(tasks := list(tasks), self._files)
             self._cache.make_room(ranges)
             with held_ranges(ranges):
                 for part in tasks:
-                    part(self._descriptors)
+                    part(self._files)
         except FileError:
             self._reader.check_unchanged()
             raise
-
-
-def plain_fields(reader: Source) -> dict[str, Any]:
-    """Return readers of the uncompressed fields. Compressed fields are read through HDF5, which caches their chunks."""
-    return {name: field for name, field in direct_fields(reader)[0].items() if field.is_plain}

@@ -24,7 +24,7 @@ import torch
 from h5chunk.errors import FileError, OptionError, human_bytes
 from h5chunk.feed.frames import FrameBuffers, FrameLayout, Frames, FrameWindow
 from h5chunk.feed.layout import FieldLayout, Layouts, MatrixLayout, aligned_bytes, slot_bytes
-from h5chunk.store.read.csr import CsrBuffers
+from h5chunk.store.read.samples import CsrBuffers
 from h5chunk.transforms.csr import CsrRows, SampleNumbers
 from h5chunk.transforms.hold_out import as_array
 from h5chunk.transforms.images import ImagesByNumber

@@ -139,7 +139,7 @@ class WindowStream:
             if source.reader.is_remote:
                 how |= {"order": plan.order, "num_windows": plan.num_slots}
             pool = RemoteReadPool if source.reader.is_remote else ReadPool
-            self._pool = pool(source.reader, source.direct, source.num_threads, **how)
+            self._pool = pool(source.reader, source.fields, source.num_threads, **how)
             self._start_reading(plan.order, start)
         except BaseException:
             self.close()

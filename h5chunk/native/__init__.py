@@ -275,35 +275,35 @@ class NativeTasks:
 
     If ``ending`` is set, they run it after the tasks. If ``buffer`` is set, they begin once it is free.
 
-    ``tasks`` has tuples of a task, the file descriptor for it, and a function to call at the end, or None.
+    ``files`` opens the files of the tasks, and checks at the end that they are unchanged.
     """
 
     ending: Ending | None = None
     buffer: Buffer | None = None
 
-    def __init__(self, tasks: Sequence[tuple[Any, int, Callable[[], None] | None]]) -> None:
-        self._tasks = tasks
-        tables = [task.jobs(descriptor) for task, descriptor, _ in tasks]
+    def __init__(self, tasks: Sequence[Any], files: Any) -> None:
+        self._tasks, self._files = tasks, files
+        tables = [task.jobs(files) for task in tasks]
         self._ends = list(accumulate(map(len, tables)))
         self.jobs = np.concatenate([table.view(np.uint8) for table in tables]).view(JOB)  # slow for structured arrays
 
     def end(self, result: Result) -> None:
         """Finish the tasks after all jobs have ended without being cancelled. Raises the error of a failed job."""
         if result.status not in (DONE, CHANGED, NOT_SENT):
-            raise self._tasks[bisect_right(self._ends, result.job)][0].error_of(result)
-        for task, _, check in self._tasks:
-            if check is not None:
-                check()
+            raise self._tasks[bisect_right(self._ends, result.job)].error_of(result)
+        for file in {task.file for task in self._tasks if task.file is not None}:
+            self._files.check(file)
+        for task in self._tasks:
             task.end()
 
 
 class LastingTasks(NativeTasks):
     """Tasks that fill one array per field, and can be reused for other samples and other arrays."""
 
-    def __init__(self, make: Callable[..., Sequence[Any]], descriptor: int, num_samples: int) -> None:
+    def __init__(self, make: Callable[..., Sequence[Any]], files: Any, num_samples: int) -> None:
         self._window = np.zeros((3, num_samples), np.int64)
         tasks = make(*self._window)
-        super().__init__([(task, descriptor, None) for task in tasks])
+        super().__init__(tasks, files)
         self._rows = [getattr(task, "vectors", None) for task in tasks]
         self._arrays = self.jobs["destination"]
 

@@ -154,7 +154,7 @@ class Member(Rows):
 
     fields = ("table.images", "labels")
     numbers = "table.images"
-    empty: Mapping[str, Empty] = {**BY_HDF5, **NO_STATISTICS}
+    empty: Mapping[str, Empty] = {**FOREIGN, **NO_STATISTICS}
 
     def put(self, file: h5py.File, data: np.ndarray) -> None:
         rows = np.zeros(N, [("weight", "f8"), ("images", data.dtype, data.shape[1:])])
@@ -471,11 +471,11 @@ KINDS: list[Kind] = [
     Rows("pieces, gzip", layout={"chunks": PIECES, "compression": "gzip"}, is_coded=True),
     *(Rows(name, layout={"chunks": WHOLE, **layout}, is_coded=True) for name, layout in FILTERS.items()),
     Rows("szip", layout={"chunks": WHOLE, "compression": "szip"}, is_coded=True, empty=BY_HDF5),
-    Unwritten("unwritten chunks", layout={"chunks": WHOLE}, empty=BY_HDF5),
-    Unwritten("unwritten chunks, gzip", layout=GZIP, is_coded=True, empty=BY_HDF5),
-    Rows("big-endian", dtype=">i2", empty=BY_HDF5),
-    Rows("big-endian, gzip", dtype=">f4", layout=GZIP, is_coded=True, empty=BY_HDF5),
-    Compact("compact", empty=BY_HDF5),
+    Unwritten("unwritten chunks", layout={"chunks": WHOLE}),
+    Unwritten("unwritten chunks, gzip", layout=GZIP, is_coded=True),
+    Rows("big-endian", dtype=">i2"),
+    Rows("big-endian, gzip", dtype=">f4", layout=GZIP, is_coded=True),
+    Compact("compact"),
     Rows("bool", dtype=bool),
     Rows("float16", dtype=np.float16),
     Rows("complex", dtype=np.complex64, empty={**FOREIGN, **NO_STATISTICS}),

@@ -127,7 +127,7 @@ def test_converted(tmp_path, class_folder):
     assert dataset.classes == ("class0", "class1", "class2")
     assert dataset.header is not None
     assert (dataset.chunk_samples, dataset.window_chunks) == (4, dataset.header.window_chunks)
-    assert dataset.cache == dataset.header.cache == dataset.actual_caches()["images"]
+    assert dataset.cache == dataset.header.cache
     assert "30 samples of images uint8[3, 10, 12], labels int64[]; chunks of 4 samples" in repr(dataset)
 
 
@@ -181,7 +181,7 @@ def test_pickles_without_handles(tmp_path):
     before = dataset[3]
     again = pickle.loads(pickle.dumps(dataset))
     assert again[3][0].equal(before[0])
-    assert again.actual_caches() == dataset.actual_caches()
+    assert again.cache == dataset.cache
 
 
 def test_batches_are_not_overwritten(tmp_path):
@@ -198,13 +198,12 @@ def test_the_samplers_order_decides_the_cache(tmp_path):
     dataset[0]
     sampler = ChunkSampler(dataset, 8, window_chunks=6, interleave=4)
     assert sampler.order.open_chunks == 24
-    assert dataset.actual_caches()["images"] == CacheSettings(500, 25 * 4 * 50, 0.0)
+    assert dataset.cache == CacheSettings(500, 25 * 4 * 50, 0.0)
     ChunkSampler(dataset, 8, shuffle=False)  # needs less, but the other one may be used, too
-    assert dataset.actual_caches()["images"] == CacheSettings(500, 25 * 4 * 50, 0.0)
+    assert dataset.cache == CacheSettings(500, 25 * 4 * 50, 0.0)
     other = ChunkDataset(dataset.path)
     ChunkSampler(other, 8, window_chunks=2)  # windows of one batch: no more than is read in passing
-    dataset.close()  # HDF5 would share the cache of the dataset that is open already
-    assert other.actual_caches()["images"] == CacheSettings(500, 2 * 4 * 50, 0.75)
+    assert other.cache == CacheSettings(500, 2 * 4 * 50, 0.75)
 
 
 def test_a_file_with_huge_bands_keeps_memory_bounded(tmp_path, monkeypatch):

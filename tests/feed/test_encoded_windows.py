@@ -220,7 +220,7 @@ def test_a_pass_decodes_each_frame_once(tmp_path: Path, monkeypatch: pytest.Monk
 def test_threads_divide_a_pass_between_frames(task_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counting = Counting.new()
     monkeypatch.setattr("h5chunk.feed.windows.FRAME_DECODER", counting)
-    monkeypatch.setattr("h5chunk.store.read.encoded.TASK_BYTES", task_bytes)
+    monkeypatch.setattr("h5chunk.store.read.samples.TASK_BYTES", task_bytes)
     episodes = frames()
     windows = h5chunk.Windows(flat(tmp_path / "a.h5", episodes), FLAT, 3, episode_lengths="ep_len", trusted=True)
     order = [5, 0, 0, 1, 2, 9, 9]

@@ -243,7 +243,9 @@ def test_closing_from_another_thread(tmp_path: Path, options: dict[str, Any]) ->
 def test_a_process_ends_though_a_thread_hangs(path: Path) -> None:
     code = (
         "import os, sys, threading, h5chunk\nos.environ['H5CHUNK_NATIVE'] = '0'\n"
-        "from h5chunk.store.hdf5.ranges import VectorTask\nVectorTask.__call__ = lambda *_: threading.Event().wait()\n"
+        "from h5chunk.store.hdf5.ranges import VectorTask\n"
+        "def hang(*_):\n    return threading.current_thread() is threading.main_thread() or threading.Event().wait()\n"
+        "VectorTask.__call__ = hang\n"
         "list(h5chunk.ChunkLoader(sys.argv[1], 16, timeout=0.2))\n"
     )
     process = run_python(code, path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import h5py
@@ -13,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.csr_files import write_csr
 from support.faults import small
+from support.open_fields import OpenField
 
 from h5chunk.errors import FieldError, FileError
-from h5chunk.store.read.csr import CsrBuffers, CsrField
-from h5chunk.store.read.ragged import read_indptr
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.samples import CsrBuffers
 
 
 def matrix(num_rows: int, num_columns: int, density: float, seed: int = 0) -> scipy.sparse.csr_matrix:
@@ -27,43 +26,36 @@ def matrix(num_rows: int, num_columns: int, density: float, seed: int = 0) -> sc
     return found
 
 
-def open_field(path: Path, wanted: scipy.sparse.csr_matrix, *, pattern: bool = False) -> CsrField:
-    with h5py.File(path) as file:
-        field = H5Reader(path).matrix
-        assert field is not None
-        assert (field.num_rows, field.num_columns) == wanted.shape and (field.value_dtype is None) == pattern
-        return CsrField(path, file, field, read_indptr(file["X"], path, field))
-
-
-def read(path: Path, field: CsrField, rows: np.ndarray) -> scipy.sparse.csr_matrix:
-    """Rows in the order asked for, each read where it lies in the file."""
-    starts = np.concatenate(([0], np.cumsum(H5Reader(path).indptr[rows + 1] - H5Reader(path).indptr[rows])))
+def open_matrix(
+    path: Path, wanted: scipy.sparse.csr_matrix, *, pattern: bool = False, way: str = "direct"
+) -> OpenField:
     reader = H5Reader(path)
-    matrix = reader.matrix
-    assert matrix is not None
+    assert reader.matrix is not None
+    assert (reader.matrix.num_rows, reader.matrix.num_columns) == wanted.shape
+    assert (reader.matrix.value_dtype is None) == pattern
+    field = OpenField(reader, "X", way)
+    assert bool(field.why) == (way == "h5py" and reader.matrix.num_entries > 0), field.why
+    return field
+
+
+def read(field: OpenField, rows: np.ndarray) -> scipy.sparse.csr_matrix:
+    """Read rows in the order asked for."""
+    indptr, matrix = field.source.indptr, field.source.matrix
+    starts = np.concatenate(([0], np.cumsum(indptr[rows + 1] - indptr[rows])))
     values = None if matrix.value_dtype is None else np.zeros(starts[-1], matrix.value_dtype)
     room = CsrBuffers(starts, np.zeros(starts[-1], matrix.index_dtype), values)
-    places = np.argsort(rows, kind="stable")
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        for part in field.tasks(rows[places], places, room):
-            part(descriptor)
-    finally:
-        os.close(descriptor)
-    by_hdf5 = CsrBuffers(starts, np.zeros_like(room.indices), None if values is None else np.zeros_like(values))
-    reader.read("X", rows, by_hdf5)
-    assert by_hdf5.indices.tolist() == room.indices.tolist()
-    assert by_hdf5.values is None or by_hdf5.values.tolist() == room.values.tolist()
+    field.read_into(rows, room)
     data = np.ones(starts[-1], np.uint8) if room.values is None else room.values
     return scipy.sparse.csr_matrix((data, room.indices, starts), (len(rows), matrix.num_columns))
 
 
 def check_rows(path: Path, wanted: scipy.sparse.csr_matrix, rows: np.ndarray, *, pattern: bool = False) -> None:
-    found = read(path, open_field(path, wanted, pattern=pattern), rows)
     expected = wanted[rows]
-    assert found.indptr.tolist() == expected.indptr.tolist()
-    assert found.indices.tolist() == expected.indices.tolist()
-    assert found.data.tolist() == ([1] * expected.nnz if pattern else expected.data.tolist())
+    for way in ("direct", "h5py"):
+        found = read(open_matrix(path, wanted, pattern=pattern, way=way), rows)
+        assert found.indptr.tolist() == expected.indptr.tolist()
+        assert found.indices.tolist() == expected.indices.tolist()
+        assert found.data.tolist() == ([1] * expected.nnz if pattern else expected.data.tolist())
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -156,14 +148,11 @@ def test_cut_short(tmp_path):
     wanted = matrix(90, 400, 0.2)
     path = tmp_path / "a.h5"
     write_csr(path, wanted.indptr.astype(np.int64), wanted.indices.astype(np.uint64), wanted.data, 400)
-    field = open_field(path, wanted)
-    starts = np.concatenate(([0], np.cumsum(np.diff(H5Reader(path).indptr))))
-    room = CsrBuffers(starts, np.zeros(starts[-1], np.uint16), np.zeros(starts[-1], np.uint8))
+    field = open_matrix(path, wanted)
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 4)
-        with pytest.raises(FileError, match=r"a\.h5: field 'X/(indices|data)', chunk \d+: the file ends"):
-            for part in field.tasks(np.arange(90), np.arange(90), room):
-                part(file.fileno())
+    with pytest.raises(FileError, match=r"a\.h5: field 'X/(indices|data)', chunk \d+: the file ends"):
+        read(field, np.arange(90))
 
 
 @pytest.mark.parametrize("value", ["a", 0.0, -1.0, [1.0, 2.0], np.inf])

@@ -18,10 +18,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.faults import watch
 from support.file_sets import EVEN, IMAGES, UNEVEN, Sizes, make_set, total
-from support.foreign import chunk_table, counted, make_file, read_epochs, values
+from support.foreign import chunk_table, make_file, read_epochs, values
 from support.leftovers import nothing_is_left
-from support.orders import ordered
+from support.orders import ordered, read_alone
 from torch.utils.data import DataLoader
 
 import h5chunk
@@ -29,10 +30,11 @@ from h5chunk.errors import FieldError, FileError, OptionError, StateError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
+from h5chunk.store.read.field_readers import scratch_bytes
 from h5chunk.store.read.files import list_files, open_reader
 from h5chunk.store.read.fileset import FileSet
 
-__all__ = ["counted", "nothing_is_left"]
+__all__ = ["nothing_is_left"]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # fewer cores than workers
@@ -190,49 +192,37 @@ def test_text_and_other_fields(tmp_path: Path) -> None:
     assert dataset.values("x").tolist() == [*range(7), *range(10, 21)]
 
 
-def test_caches_of_all_files_hold_what_one_would(tmp_path: Path) -> None:
-    sizes = [(96, 1)] * 4
-    make_set(tmp_path / "set", sizes, compression="gzip")
-    (one,) = make_set(tmp_path / "one", [(384, 1)], compression="gzip")
-    caches = []
-    for path in (one, tmp_path / "set"):
-        dataset = ChunkDataset(path)
-        ChunkSampler(dataset, 4, window_chunks=8, interleave=4)
-        caches.append(dataset.actual_caches()["images"].nbytes // IMAGES[0].nbytes)
-        dataset.close()
-    assert caches[0] < 40 and caches[0] <= caches[1] <= 80  # of 384 chunks
+def test_contiguous_files(tmp_path: Path) -> None:
+    for number, some in enumerate((IMAGES[:50], IMAGES[50:90])):
+        make_file(tmp_path / f"{number}.h5", images=(some, {}), labels=(np.arange(50 * number, 50 + 40 * number), {}))
+    with ChunkLoader(tmp_path, 16) as loader:
+        assert sorted(flat(epoch_of(loader))) == list(range(90))
 
 
 @pytest.mark.parametrize("sizes", [[(96, 4)] * 4, [(99, 4), (120, 2), (80, 8), (85, 5)]], ids=["even", "uneven"])
-def test_each_chunk_is_decoded_about_once(tmp_path: Path, counted: list[Any], sizes: Sizes) -> None:
+def test_each_chunk_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: Sizes) -> None:
     paths = make_set(tmp_path / "set", sizes, compression="gzip")
-    offsets = [set(chunk_table(path)) for path in paths]
+    num_chunks = sum(len(chunk_table(path)) for path in paths)
+    decoded = watch(monkeypatch, "decode chunk")
     dataset = ChunkDataset(paths, fields=["images"])
-    sampler = ChunkSampler(dataset, 8, window_chunks=4, interleave=2)
-    del counted[:]
-    read_epochs(dataset, sampler)
-    assert len(counted) == len(paths)
-    by_size = {frozenset(some): some for some in offsets}
-    reads = sum(offset in some for file in counted for offset, _ in file.reads for some in [_of(file, by_size)])
-    num_chunks = sum(map(len, offsets))
-    assert num_chunks <= reads <= 1.1 * num_chunks
-
-
-def _of(file: Any, tables: dict[frozenset[int], set[int]]) -> set[int]:
-    """The chunks of the file that was read: of all tables, the one of which most offsets were read."""
-    seen = {offset for offset, _ in file.reads}
-    return max(tables.values(), key=lambda table: len(table & seen) / len(table))
+    read_epochs(dataset, ChunkSampler(dataset, 8, window_chunks=4, interleave=2))
+    assert num_chunks <= len(decoded) <= 1.1 * num_chunks
+    for num_threads in (1, 3):
+        decoded.clear()
+        read_alone(ChunkLoader(**ordered(dataset, 8, window_chunks=4), num_threads=num_threads))
+        assert num_chunks <= len(decoded) <= 1.1 * num_chunks  # windows may cut chunks
 
 
 def test_memory_is_bounded_and_counted(tmp_path: Path) -> None:
     paths = make_set(tmp_path / "set", [(40, 8)] * 8, compression="gzip")
     with ChunkLoader(paths, 16, num_threads=4) as loader:
-        (field,) = [field for name, field in loader._source.direct.items() if name == "images"]
+        fields = loader._source.fields
         chunk_bytes = 8 * IMAGES[0].nbytes
-        assert field.scratch_bytes(4) == (3 * 4 + 8) * chunk_bytes
-        assert len({id(chunks.local) for chunks in field.chunks}) == 1
+        assert scratch_bytes([fields["images"]], 4) <= (3 * 4 + 2 * 8) * chunk_bytes
+        assert len({id(field.cache) for field in fields.values()}) == 1  # of all fields and files
         epoch_of(loader)
-        assert len({id(chunks.local) for chunks in field.chunks}) == 1
+        cache = fields["images"].cache
+        assert cache._num_bytes <= cache.limit_bytes
 
 
 # ---- which files
@@ -384,8 +374,7 @@ def test_byte_order_may_differ(tmp_path: Path) -> None:
         make_file(tmp_path / f"{number}.h5", x=(numbers.astype(f"{order}f4"), {}))
     dataset = ChunkDataset(tmp_path, fields=["x"])
     assert dataset[list(range(20))][0].tolist() == [*numbers, *numbers]
-    with pytest.warns(UserWarning, match=r"'x' is read through h5py, in one thread: .*1.h5: its type"):
-        loader = ChunkLoader(ChunkDataset(tmp_path, fields=["x"]), 7)
+    loader = ChunkLoader(ChunkDataset(tmp_path, fields=["x"]), 7)
     assert sorted(x for (batch,) in loader for x in batch.tolist()) == sorted([*numbers, *numbers])
 
 

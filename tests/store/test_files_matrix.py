@@ -127,7 +127,7 @@ def test_in_a_fork_while_a_thread_opens_a_file(tmp_path: Path, monkeypatch: pyte
             opening.set()
             go_on.wait(WAIT_S)
 
-    watch(monkeypatch, "store.read.several.open_descriptor", wait)
+    watch(monkeypatch, "store.read.open_files.open_descriptor", wait)
     thread = threading.Thread(target=lambda: dataset[[202]])
     thread.start()
     assert opening.wait(WAIT_S)

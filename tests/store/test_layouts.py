@@ -23,6 +23,7 @@ from h5chunk.errors import FileError, H5ChunkError, OptionError
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.plan.repack import MemoryShares
 from h5chunk.store.hdf5 import chunk_table
+from h5chunk.store.read.field_readers import read_rows
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.rewrite.raw_rows import RawRows
 from h5chunk.tools.repack.repack import repack
@@ -60,13 +61,13 @@ def data_set(path: Path, trusted: bool = False) -> np.ndarray:
 
 
 def rows_of(path: Path, trusted: bool = False) -> np.ndarray:
-    """Read all rows from the last to the first; in memory that was used before."""
+    """Read all rows from the last to the first."""
     reader = H5Reader(path, {"images": "images"}, trusted=trusted)
-    field = reader.fields["images"]
-    out = np.frombuffer(bytearray(b"\xa5" * reader.num_samples * field.grid.sample_bytes), field.dtype)
-    out = out.reshape(reader.num_samples, *field.sample_shape)
-    reader.read("images", np.arange(reader.num_samples)[::-1].copy(), out)
-    return as_numpy(torch.from_numpy(out.view("i2")).view(torch.bfloat16))[::-1] if field.dtype.names else out[::-1]
+    rows = np.arange(reader.num_samples)[::-1].copy()
+    out = read_rows(reader, "images", rows)
+    if reader.fields["images"].dtype.names:
+        return as_numpy(torch.from_numpy(out.view("i2")).view(torch.bfloat16))[::-1]
+    return out[::-1]
 
 
 def in_h5py(path: Path) -> np.ndarray:

@@ -7,6 +7,7 @@ import errno
 import gc
 import gzip
 import io
+import os
 import struct
 import tarfile
 import threading
@@ -19,9 +20,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from support.open_fields import OpenField
 
 import h5chunk
-from h5chunk.store.read.several import close_descriptors, direct_fields, open_descriptors
+from h5chunk.store.read.field_readers import scratch_bytes
 
 
 def save(path: Path, add: int, **options: Any) -> Path:
@@ -44,7 +46,6 @@ def values_of(path: Path, reader: str = "auto") -> np.ndarray:
 
 STORAGES = [
     ({"dtype": "i4", "chunks": (7, 16)}, "h5py"),
-    ({"dtype": ">i4", "chunks": (7, 16)}, "auto"),
     ({"dtype": "i4", "chunks": (7, 16), "scaleoffset": 0}, "auto"),
 ]
 
@@ -65,18 +66,28 @@ def test_old_and_new_values_are_not_mixed(tmp_path: Path, options: Any, reader: 
     assert (values_of(path, reader)[:, 0] == np.arange(400) * 3 + 1000).all()
 
 
+@pytest.mark.parametrize("dtype", ["i4", ">i4"])
+def test_files_read_without_hdf5_may_be_overwritten(tmp_path: Path, dtype: str) -> None:
+    path = save(tmp_path / "a.h5", 0, dtype=dtype, chunks=(7, 16))
+    with h5chunk.ChunkLoader(path, 64, shuffle=False) as old:
+        next(iter(old))
+        for add in (100, 1000):
+            overwrite(path, add, dtype=dtype, chunks=(7, 16))
+            assert (values_of(path)[:, 0] == np.arange(400) * 3 + add).all()
+
+
 @pytest.mark.filterwarnings("ignore:.*read through h5py")
 def test_a_file_that_h5py_has_open_is_read_as_it_is_now(tmp_path: Path) -> None:
-    path = save(tmp_path / "a.h5", 0, dtype=">i4", chunks=(7, 16))
+    path = save(tmp_path / "a.h5", 0, dtype="i4", chunks=(7, 16), scaleoffset=0)
     with h5py.File(path) as file:
         assert file["images"][399, 0] == 1197
-        overwrite(path, 100, dtype=">i4", chunks=(7, 16))
+        overwrite(path, 100, dtype="i4", chunks=(7, 16), scaleoffset=0)
         assert (values_of(path)[:, 0] == np.arange(400) * 3 + 100).all()
 
 
 @pytest.mark.filterwarnings("ignore:.*read through h5py")
 def test_threads_may_open_a_file_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, real, found = save(tmp_path / "a.h5", 0, dtype=">i4", chunks=(7, 16)), h5py.File, []
+    path, real, found = save(tmp_path / "a.h5", 0, dtype="i4", chunks=(7, 16), scaleoffset=0), h5py.File, []
 
     def slow(*args: Any, **options: Any) -> h5py.File:
         file = real(*args, **options)
@@ -201,22 +212,18 @@ def test_offsets_that_compress_well_are_not_damaged(tmp_path: Path) -> None:
 
 
 def test_kept_chunks_of_volumes_have_one_limit_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5chunk.store.read.direct.KEPT_BYTES", 8 << 10)
+    monkeypatch.setattr("h5chunk.store.read.samples.CACHE_BYTES", 8 << 10)
     with h5py.File(tmp_path / "v.h5", "w") as file:
         for name, chunk in ("a", 16), ("b", 64):
             data = np.random.default_rng(0).integers(0, 255, (128, 128), dtype="u1")
             file.create_dataset(f"{name}/raw", data=data, chunks=(chunk, chunk), compression="gzip")
     reader = h5chunk.Patches(tmp_path / "v.h5", {"raw": "*/raw"}, (8, 8), per_volume=64)._reader
-    fields, _ = direct_fields(reader)
-    out, field = np.empty((1, 64), np.uint8), fields["raw"]
-    descriptor = open_descriptors(reader)
+    field = OpenField(reader, "raw")
     for row in range(reader.num_samples):
-        for task in field.tasks(np.array([row]), np.array([0]), out):
-            task(descriptor)
-    close_descriptors(descriptor)
-    kept = [chunk for chunk in gc.get_objects() if type(chunk).__name__ == "_KeptChunk" and chunk.values is not None]
-    assert 0 < sum(len(chunk.values) for chunk in kept) <= 8 << 10
-    assert field.scratch_bytes(1) == 3 * 64 * 64 + (8 << 10)
+        field.read([row])
+    kept = [block for block in gc.get_objects() if type(block).__name__ == "_Kept" and block.values is not None]
+    assert 0 < sum(len(block.values) for block in kept) <= 8 << 10
+    assert scratch_bytes([field.reader], 1) == 3 * 64 * 64 + (8 << 10)
 
 
 def test_paths_with_a_tilde_and_after_chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,9 +283,8 @@ def test_an_error_in_the_second_half_of_a_sample_names_it(tmp_path: Path) -> Non
         for number in range(6):
             file[f"t/{number}/x"] = np.arange(1000.0)
         end = file["t/3/x"].id.get_offset() + 6000
-    fields, _ = direct_fields(h5chunk.Keyed(tmp_path / "a.h5", "t/*/x")._reader)
-    rows, data = np.arange(6), (tmp_path / "a.h5").read_bytes()
-    (tmp_path / "cut.h5").write_bytes(data[:end])
-    with (tmp_path / "cut.h5").open("rb") as cut, pytest.raises(h5chunk.FileError, match="'t/3/x'"):
-        for task in fields["x"].tasks(rows, rows, np.empty((6, 8000), np.uint8)):
-            task(cut.fileno())
+    path = tmp_path / "a.h5"
+    keyed = OpenField(h5chunk.Keyed(path, "t/*/x")._reader, "x")
+    os.truncate(path, end)
+    with pytest.raises(h5chunk.FileError, match="'t/3/x'"):
+        keyed.read(range(6))

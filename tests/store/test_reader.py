@@ -13,9 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.faults import watch
 from support.foreign import chunk_table, counted, make_file, make_images, values
+from support.open_fields import OpenField
 
+from h5chunk import ChunkDataset
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError
 from h5chunk.plan.cache import CacheSettings
+from h5chunk.store.read.field_readers import read_rows
 from h5chunk.store.read.reader import H5Reader
 
 __all__ = ["counted"]
@@ -36,12 +39,6 @@ LAYOUTS = {
     "resizable": {"maxshape": (None, 3, 6, 5)},
     "early": {"chunks": (8, 3, 6, 5)},
 }
-CACHES = {
-    "fitting": None,
-    "none": CacheSettings(1, 0),
-    "one chunk": CacheSettings(1, 800),
-    "large": CacheSettings(521, 1 << 24, 0.5),
-}
 DTYPES = [
     *("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "?", "S5"),
     *(">u2", ">i4", ">i8", ">f2", ">f4", ">f8"),
@@ -56,19 +53,23 @@ def check_reader(reader: H5Reader, expected: dict[str, np.ndarray]) -> None:
         field = reader.fields[name]
         assert field.dtype == data.dtype.newbyteorder("=")
         assert field.sample_shape == data.shape[1:]
-        for rows in ROWS:
-            rows = [row for row in rows if row < len(data)]
-            out = np.empty((len(rows), *data.shape[1:]), field.dtype)
-            reader.read(name, np.array(rows, np.int64), out)
-            np.testing.assert_array_equal(out, data[rows])
+        for way in ("auto", "h5py"):
+            opened = OpenField(reader, name, way) if reader.num_samples else None
+            assert opened is None or bool(opened.why) == (way == "h5py"), opened.why
+            for rows in ROWS:
+                rows = [row for row in rows if row < len(data)]
+                found = read_rows(reader, name, np.array(rows, np.int64)) if opened is None else opened.read(rows)
+                np.testing.assert_array_equal(found, data[rows])
+    numbers = np.arange(reader.num_samples)
+    assert {name: read_rows(reader, name, numbers).tolist() for name in expected} == {
+        name: data.tolist() for name, data in expected.items()
+    }
 
 
-@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(tmp_path, layout, cache):
+def test_layouts(tmp_path, layout):
     data = values((N, 3, 6, 5), np.uint8)
     reader = H5Reader(make_file(tmp_path / "a.h5", images=(data, LAYOUTS[layout])))
-    reader.set_caches(CACHES[cache] or reader.main.grid.cache_for(3))
     check_reader(reader, {"images": data})
 
 
@@ -77,7 +78,6 @@ def test_layouts(tmp_path, layout, cache):
 def test_types_and_scalar_fields(tmp_path, dtype, options):
     data = values((N,), dtype)
     reader = H5Reader(make_file(tmp_path / "a.h5", x=(data, options)), {"x": "x"})
-    reader.set_caches(reader.main.grid.cache_for(2))
     check_reader(reader, {"x": data})
 
 
@@ -95,7 +95,6 @@ def test_few_samples(tmp_path, num_samples, options):
     data = values((num_samples, 2), np.float32)
     reader = H5Reader(make_file(tmp_path / "a.h5", images=(data, options)))
     assert (reader.num_samples, reader.chunk_samples >= 1) == (num_samples, True)
-    reader.set_caches(reader.main.grid.cache_for(2))
     check_reader(reader, {"images": data})
 
 
@@ -110,7 +109,6 @@ def test_several_fields_in_groups(tmp_path):
     )
     reader = H5Reader(path, {"x": "train/x", "y": "/train/deep/y", "name": "name"})
     assert (reader.main.name, reader.chunk_samples) == ("x", 8)
-    reader.set_caches(reader.main.grid.cache_for(2))
     check_reader(reader, data)
 
 
@@ -126,90 +124,42 @@ def test_newest_file_format(tmp_path):
     chunk_samples=st.integers(1, 310),
     width=st.sampled_from([1, 100, 30_000]),
     cache=st.sampled_from([0, 1 << 10, 1 << 20]),
-    gzip=st.booleans(),
+    lzf=st.booleans(),
+    way=st.sampled_from(["auto", "h5py"]),
 )
-def test_any_rows_of_any_chunks(tmp_path, rows, chunk_samples, width, cache, gzip):
+def test_any_rows_of_any_chunks(tmp_path, rows, chunk_samples, width, cache, lzf, way):
     data = values((300, width), np.uint8)
     options = {"chunks": (chunk_samples, width), "maxshape": (None, width)}
-    path = make_file(tmp_path / "a.h5", images=(data, {**options, **({"compression": "lzf"} if gzip else {})}))
-    reader = H5Reader(path)
-    reader.set_caches(CacheSettings(300, cache))
-    out = np.empty((len(rows), width), np.uint8)
-    reader.read("images", np.array(rows, np.int64), out)
-    reader.close()
-    np.testing.assert_array_equal(out, data[rows])
+    path = make_file(tmp_path / "a.h5", images=(data, {**options, **({"compression": "lzf"} if lzf else {})}))
+    field = OpenField(H5Reader(path), "images", way)
+    field.cache.limit_bytes = cache
+    np.testing.assert_array_equal(field.read(rows), data[rows])
+    np.testing.assert_array_equal(field.read(rows[::-1]), data[rows[::-1]])
 
 
 # What is read
 
 
 @pytest.mark.parametrize("num_rows", [120, 400])  # two or three of a chunk of eight, and all
-@pytest.mark.parametrize(("gzip", "room"), [(True, 0), (True, 1), (False, 1), (False, 50)])
-def test_a_request_reads_each_chunk_once(tmp_path, counted, gzip, room, num_rows):
-    path = make_images(tmp_path / "a.h5", 400, 8, (20_000,), **({"compression": "lzf"} if gzip else {}))
-    reader = H5Reader(path)
-    reader.set_caches(CacheSettings(50, room * 160_000))
+@pytest.mark.parametrize("limit", [0, 1 << 20, 1 << 30])
+@pytest.mark.parametrize("lzf", [False, True])
+def test_a_request_reads_each_chunk_once(tmp_path, counted, lzf, limit, num_rows):
+    path = make_images(tmp_path / "a.h5", 400, 8, (20_000,), **({"compression": "lzf"} if lzf else {}))
+    field = OpenField(H5Reader(path), "images", "h5py")
+    field.cache.limit_bytes = limit
     rows = np.random.default_rng(0).permutation(400)[:num_rows]
-    reader.read("images", rows[:0], np.empty((0, 20_000), np.uint8))
-    reader.read("images", rows, np.empty((num_rows, 20_000), np.uint8))
+    field.read(rows)
     times = [sum(offset == start for offset, _ in counted[-1].reads) for start in chunk_table(path)]
     assert max(times) == 1
-    assert sum(times) == len(np.unique(rows // 8))
+    assert sum(times) == len(np.unique(rows // 16)) * 2  # blocks have two chunks
 
 
-@pytest.mark.parametrize(("width", "calls"), [(100, 1), (200_000, 3)])
+@pytest.mark.parametrize(("width", "calls"), [(100, 1), (20_000, 2)])
 def test_small_neighbours_are_read_in_one_call(tmp_path, monkeypatch, width, calls):
-    reader = H5Reader(make_images(tmp_path / "a.h5", 32, 32, (width,)))
-    made = watch(monkeypatch, "store.read.reader._Handle._read_run")
-    reader.read("images", np.array([30, 1, 20]), np.empty((3, width), np.uint8))
+    field = OpenField(H5Reader(make_images(tmp_path / "a.h5", 32, 8, (width,))), "images", "h5py")  # blocks: 16 rows
+    made = watch(monkeypatch, "read through HDF5")
+    field.read([30, 1, 20])
     assert len(made) == calls
-
-
-def test_rows_without_a_cache_cost_their_bytes(tmp_path, counted):
-    reader = H5Reader(make_images(tmp_path / "a.h5", 400, 20, (100_000,)))
-    reader.set_caches(CacheSettings(1, 0))
-    out = np.empty((5, 100_000), np.uint8)
-    reader.read("images", np.array([0]), out[:1])
-    counted[-1].reads.clear()
-    reader.read("images", np.array([1, 19, 150, 159, 399]), out)
-    assert sum(size for _, size in counted[-1].reads) < 500_000 + 5000
-
-
-# Caches
-
-
-def test_caches_are_in_force(tmp_path):
-    data = values((4000, 50), np.uint8)
-    path = make_file(
-        tmp_path / "a.h5",
-        images=(data, {"chunks": (8, 50)}),
-        labels=(values((4000,), "i8"), {"chunks": (8,)}),
-        masks=(values((4000, 5000), "u1"), {"chunks": (8, 5000)}),
-    )
-    reader = H5Reader(path, {"x": "masks", "images": "images", "labels": "labels"})
-    given = CacheSettings(77, 20 * 40_000, 0.25)
-    reader.set_caches(given)
-    found = reader.actual_caches()
-    assert found["x"] == given
-    for name, sample_bytes in (("images", 50), ("labels", 8)):  # small: cached whole
-        assert found[name] == CacheSettings(500, 4000 * sample_bytes, 0.0)
-    other = CacheSettings(78, 10 * 40_000, 0.0)
-    reader.set_caches(other)
-    assert reader.actual_caches()["x"] == other
-
-
-def test_other_fields_get_room_for_the_same_samples(tmp_path):
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w") as file:
-        file.create_dataset("images", (8000, 3000), "u1", chunks=(16, 3000))
-        file.create_dataset("masks", (8000, 2000), "u1", chunks=(10, 500))
-    reader = H5Reader(path, {"images": "images", "masks": "masks"})
-    reader.set_caches(reader.main.grid.cache_for(19))
-    found = reader.actual_caches()
-    assert found["images"] == CacheSettings(500, 20 * 48_000, 0.0)
-    assert found["masks"].nbytes >= 320 / 10 * 20_000
-    assert found["masks"].nbytes < 1.2 * 320 * 2000
-    assert found["masks"].nslots == 800 * 4
 
 
 def test_contiguous_needs_no_cache(tmp_path):
@@ -224,30 +174,28 @@ def test_contiguous_needs_no_cache(tmp_path):
 def test_a_reader_travels(tmp_path):
     data = values((N, 5), "u1")
     reader = H5Reader(make_file(tmp_path / "a.h5", images=(data, {"chunks": (4, 5)})))
-    reader.set_caches(CacheSettings(9, 100, 0.5))
     check_reader(reader, {"images": data})
-    again = pickle.loads(pickle.dumps(reader))
-    check_reader(again, {"images": data})
-    assert again.actual_caches() == {"images": CacheSettings(9, 100, 0.5)}
+    check_reader(pickle.loads(pickle.dumps(reader)), {"images": data})
 
 
-def test_two_readers_of_one_file(tmp_path):
+@pytest.mark.parametrize("options", [{"compression": "gzip"}, {"scaleoffset": 0}])
+def test_closing_one_of_two(tmp_path, options):
     data = values((N, 5), "u1")
-    path = make_file(tmp_path / "a.h5", images=(data, {"chunks": (4, 5)}))
-    one, two = H5Reader(path), H5Reader(path)
-    check_reader(one, {"images": data})
-    check_reader(two, {"images": data})
-    one.close()
-    check_reader(two, {"images": data})
-    check_reader(one, {"images": data})
+    path = make_file(tmp_path / "a.h5", images=(data, {"chunks": (4, 5), **options}))
+    one, two = ChunkDataset(path), ChunkDataset(path)
+    for each in (one, two, one):
+        for dataset in (one, two):
+            np.testing.assert_array_equal(dataset[list(range(N))][0], data)
+        each.close()
 
 
-def test_closing_lets_go_of_the_file(tmp_path):
-    path = make_images(tmp_path / "a.h5", 20, 4)
-    reader = H5Reader(path)
-    reader.read("images", np.array([3]), np.empty((1, 50), "u1"))
+@pytest.mark.parametrize("options", [{}, {"scaleoffset": 0}])
+def test_closing_lets_go_of_the_file(tmp_path, options):
+    path = make_images(tmp_path / "a.h5", 20, 4, (5000,), **options)
+    dataset = ChunkDataset(path)
+    dataset[3]
     assert str(path) in open_paths()
-    reader.close()
+    dataset.close()
     assert str(path) not in open_paths()
 
 
@@ -271,15 +219,15 @@ def test_a_file_that_changed_is_an_error(tmp_path, change):
     else:
         os.utime(path, ns=(1, 1))
     with pytest.raises(FileError, match=r"a\.h5: the file was replaced or changed since it was first opened: open"):
-        reader.read("images", np.array([0]), np.empty((1, 50), "u1"))
+        read_rows(reader, "images", np.array([0]))
 
 
 def test_a_file_that_is_gone(tmp_path):
     path = make_images(tmp_path / "a.h5", 20, 4)
     reader = H5Reader(path)
     path.unlink()
-    with pytest.raises(FileError, match=r"a\.h5: no such file"):
-        reader.read("images", np.array([0]), np.empty((1, 50), "u1"))
+    with pytest.raises(FileError, match=r"a\.h5: the file was removed since it was first opened: put it back"):
+        read_rows(reader, "images", np.array([0]))
 
 
 # Bad input

@@ -12,32 +12,11 @@ import pytest
 from hypothesis import given, settings
 from support.faults import small, watch
 from support.foreign import make_file, values
+from support.open_fields import direct_field, open_field
 from support.orders import ordered
 
 import h5chunk
 from h5chunk.errors import FileError
-from h5chunk.store.hdf5.chunk_table import NotDirect
-from h5chunk.store.read.direct import ChunkedField, direct_field
-from h5chunk.store.read.reader import H5Reader
-
-
-def open_tiles(path: Path) -> ChunkedField:
-    field = H5Reader(path, {"x": "x"}).fields["x"]
-    with h5py.File(path) as file:
-        found = direct_field(path, file, field)
-    assert isinstance(found, ChunkedField)
-    return found
-
-
-def read(field: ChunkedField, path: Path, rows: np.ndarray, data: np.ndarray) -> np.ndarray:
-    """Rows in ascending order, each to a place of its own."""
-    out = np.zeros((len(rows), *data.shape[1:]), data.dtype)
-    places = np.random.default_rng(0).permutation(len(rows))
-    with path.open("rb") as file:
-        for part in field.tasks(np.sort(rows), places, out.reshape(len(rows), -1).view(np.uint8)):
-            part(file.fileno())
-    return out[places]
-
 
 FILTERS = [{}, {"compression": "gzip"}, {"compression": "gzip", "shuffle": True, "fletcher32": True}]
 
@@ -55,11 +34,13 @@ def test_any_layout(tmp_path_factory: pytest.TempPathFactory, data: st.DataObjec
     x = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
     path = make_file(tmp_path_factory.mktemp("tiles") / "a.h5", x=(x, {"chunks": tuple(chunks), **spare, **options}))
     rows = np.array(data.draw(st.lists(st.integers(0, shape[0] - 1), min_size=1, max_size=20)))  # the same ones again
-    field = open_tiles(path)
-    assert read(field, path, rows, x).tobytes() == x[np.sort(rows)].tobytes()
-    assert read(field, path, np.arange(shape[0]), x).tobytes() == x.tobytes()
-    with path.open("rb") as file:
-        assert field.read_all(file.fileno()).tobytes() == x.tobytes()
+    for native in "10":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("H5CHUNK_NATIVE", native)
+            for field in (direct_field(path), open_field(path, way="h5py")):
+                assert field.read(rows).tobytes() == x[rows].tobytes()
+                assert field.read(np.arange(shape[0])).tobytes() == x.tobytes()
+                assert field.read_all().tobytes() == x.tobytes()
 
 
 @pytest.mark.parametrize("options", FILTERS, ids=str)
@@ -80,34 +61,39 @@ def test_the_loader_gives_what_hdf5_gives(tmp_path: Path, chunks: tuple[int, ...
 def test_each_chunk_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = values((32, 4, 4), "u1")
     path = make_file(tmp_path / "a.h5", x=(x, {"chunks": (8, 2, 2), "compression": "gzip"}))
-    field = open_tiles(path)
+    field = direct_field(path)
     decoded: list[np.ndarray] = []
     watch(monkeypatch, "decode chunk", after=lambda *call: decoded.append(call[-1].copy()))
     for rows in (range(5), range(5, 19), range(19, 32)):  # windows that cut bands
-        read(field, path, np.array(rows), x)
+        field.read(rows)
     assert len(decoded) == 16 and sum(map(np.sum, decoded)) == x.sum()
 
 
-def test_large_chunks_are_left_to_hdf5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
+def test_large_chunks_are_left_to_hdf5_if_they_must_be_decoded(tmp_path: Path, monkeypatch, options: dict) -> None:
     small(monkeypatch, max_decoded_bytes=31)
-    path = make_file(tmp_path / "a.h5", x=(values((32, 4, 4), "u1"), {"chunks": (8, 2, 2)}))
-    with pytest.raises(NotDirect, match="its chunks have 32 bytes"):
-        open_tiles(path)
+    x = values((32, 4, 4), "u1")
+    field = open_field(make_file(tmp_path / "a.h5", x=(x, {"chunks": (8, 2, 2), **options})))
+    assert ("its chunks have 32 bytes" in field.why) == bool(options)
+    assert field.read(range(32)).tobytes() == x.tobytes()
 
 
-def test_a_chunk_never_written_is_left_to_hdf5(tmp_path: Path) -> None:
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w") as file:
-        file.create_dataset("x", (32, 4, 4), "u1", chunks=(8, 2, 2))[:8] = 1
-    with pytest.raises(NotDirect, match="never written"):
-        open_tiles(path)
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_a_chunk_never_written(tmp_path: Path, options: dict) -> None:
+    x = np.full((32, 4, 4), 9, "u1")
+    x[:8], x[20, :2] = 1, 2
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = file.create_dataset("x", x.shape, "u1", chunks=(8, 2, 2), fillvalue=9, **options)
+        made[:8], made[20, :2] = 1, 2
+    for rows in (range(32), [31, 3, 20, 21]):
+        assert direct_field(tmp_path / "a.h5").read(rows).tobytes() == x[rows].tobytes()
 
 
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
     x = values((32, 4, 4), "u1")
     path = make_file(tmp_path / "a.h5", x=(x, {"chunks": (8, 2, 2)}))
-    field = open_tiles(path)
+    field = direct_field(path)
     os.truncate(path, path.stat().st_size - 100)
-    with pytest.raises(FileError, match=r"field 'x', chunk .*cut short"):
-        for _ in range(2):
-            read(field, path, np.arange(32), x)
+    for _ in range(2):
+        with pytest.raises(FileError, match=r"field 'x', chunk .*cut short"):
+            field.read(range(32))

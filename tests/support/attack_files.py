@@ -15,8 +15,7 @@ import h5py
 import numpy as np
 from support.foreign import make_images
 
-from h5chunk.store.hdf5.chunk_table import NotDirect
-from h5chunk.store.read.direct import direct_field
+from h5chunk.store.read.field_readers import read_rows
 from h5chunk.store.read.reader import H5Reader
 
 N = 40
@@ -338,20 +337,8 @@ def make_good(path: Path) -> Path:
 
 
 def read_all(path: Path, **options: object) -> np.ndarray:
-    """All images by h5py's reader of ours, and by byte ranges if they can be."""
+    """All images, by byte ranges if they can be."""
     reader = H5Reader(path, {"images": "images"}, **options)
     if reader.matrix is not None:
         return reader.indptr
-    field = reader.fields["images"]
-    out = np.empty(field.grid.shape, field.dtype)
-    with h5py.File(path) as file:
-        try:
-            direct = direct_field(path, file, field)
-        except NotDirect:
-            reader.read("images", np.arange(len(out)), out)
-            return out
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return direct.read_all(descriptor)
-    finally:
-        os.close(descriptor)
+    return read_rows(reader, "images", np.arange(reader.num_samples))

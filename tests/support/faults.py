@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from h5chunk.store.read.field_readers import field_readers
+
 CONSTANTS = {
     "ahead_bytes": "plan.slots.AHEAD_BYTES",
     "block_samples": "tools.model.clustering.BLOCK_SAMPLES",
     "compared_bytes": "store.hdf5.chunk_table.COMPARED_BYTES",
-    "decoded_part_bytes": "store.read.direct.PART_BYTES",
+    "decoded_part_bytes": "store.read.engine.PART_BYTES",
     "decoding_bytes": "feed.budget.DECODING_BYTES",
     "fewest_numbers": "transforms.compiled.FEWEST_NUMBERS",
     "flush_interval_s": "store.write.new_file.FLUSH_INTERVAL_S",
@@ -24,13 +26,13 @@ CONSTANTS = {
     "idle_s": "store.hdf5.child.IDLE_S",
     "image_chunk_bytes": "store.write.any_size.CHUNK_BYTES",
     "index_chunk_bytes": "plan.csr.INDEX_CHUNK_BYTES",
-    "kept_chunks": "store.read.direct.KEPT_CHUNKS",
+    "kept_chunks": "store.read.samples.KEPT_BLOCKS",
     "least_filtered_bytes": "tools.repack.plan.MIN_FILTERED_BYTES",
     "least_vector_bytes": "store.rewrite.shuffle.MIN_VECTOR_BYTES",
     "least_write_bytes": "plan.repack.MIN_WRITE_BYTES",
     "look_s": "store.hdf5.child.LOOK_S",
     "loop_s": "store.hdf5.child.LOOP_S",
-    "max_decoded_bytes": "store.read.direct.MAX_DECODED_BYTES",
+    "max_decoded_bytes": "store.read.stored.MAX_DECODED_BYTES",
     "max_file_bytes": "sources.container.MAX_FILE_BYTES",
     "max_line_bytes": "sources.matrix.text.MAX_LINE_BYTES",
     "max_open_bytes": "plan.order.MAX_OPEN_BYTES",
@@ -53,8 +55,8 @@ CONSTANTS = {
     "step_bytes": "plan.repack.STEP_BYTES",
     "table_bytes": "store.rewrite.raw_rows.TABLE_BYTES",
     "task_samples": "store.write.fill.TASK_SAMPLES",
-    "whole_bytes": "store.read.direct.WHOLE_BYTES",
-    "whole_row_bytes": "store.read.direct.WHOLE_ROW_BYTES",
+    "whole_bytes": "store.read.field_readers.WHOLE_BYTES",
+    "whole_row_bytes": "store.read.field_readers.WHOLE_ROW_BYTES",
 }
 CALLS = {
     "decode chunk": "store.hdf5.codecs.ChunkDecoder.decode",
@@ -63,7 +65,7 @@ CALLS = {
     "make slot": "feed.slots.CpuSlot.__init__",
     "read image": "sources.images.ImageSource.read_into",
     "read part": "store.hdf5.ranges.VectorTask.__call__",  # of Python's threads: take the fixture python_threads
-    "read through HDF5": "store.read.reader.H5Reader.read",
+    "read through HDF5": "store.read.through_hdf5.ThroughHdf5.fill",
     "sync folder": "store.write.output.sync_folder",
     "touch file": "store.read.reader.H5Reader.check_metadata",
     "wait for window": "feed.read_pool.WindowRead.wait",
@@ -119,7 +121,7 @@ def nth(number: int, action: Callable[[], Any]) -> Callable[..., None]:
 
 def through_hdf5(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let data sets read plain bytes, too, through HDF5's cache, as where a file needs it."""
-    monkeypatch.setattr("h5chunk.feed.sample_reader.direct_fields", lambda _: ({}, {}))
+    monkeypatch.setattr("h5chunk.feed.sample_reader.field_readers", lambda source: field_readers(source, "h5py"))
 
 
 def as_worker(monkeypatch: pytest.MonkeyPatch, number: int, num_workers: int) -> None:

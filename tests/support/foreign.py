@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.scripts import load
 
-import h5chunk.store.read.reader
+import h5chunk.store.read.through_hdf5
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.sampler import ChunkSampler
 
@@ -66,14 +66,14 @@ def chunk_table(path: Path, dataset: str = "images") -> dict[int, int]:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[CountingFile]:
-    """The files that readers open during the test, each of which counts."""
+    """The files that are read through HDF5 during the test, each of which counts."""
     opened: list[CountingFile] = []
 
     def open_counting(path: Any) -> h5py.File:
         opened.append(counting_file(path))
         return h5py.File(opened[-1], "r")
 
-    monkeypatch.setattr(h5chunk.store.read.reader, "open_file", open_counting)
+    monkeypatch.setattr(h5chunk.store.read.through_hdf5, "open_file", open_counting)
     return opened
 
 

@@ -41,7 +41,7 @@ NO_BYTES = np.empty(0, np.uint8)
 CUT = "the file ends in the middle of its data, so it was cut short"
 PART_BYTES = 8 << 20  # bytes per task of a Python thread; smaller tasks would compete for the GIL (scripts/LOG.md)
 
-ReadTask = Callable[[int], None]  # a task: called with the descriptor of the file
+ReadTask = Callable[[Any], None]  # a task: called with the open files, `h5chunk.store.read.open_files.OpenFiles`
 Ranges = tuple[np.ndarray, np.ndarray]  # offsets and sizes in bytes: (n,) int64 each
 Where = Callable[[int], str]  # returns the text that names the data at an offset of the file, for messages
 
@@ -91,26 +91,34 @@ class VectorTask:
     buffer. The task keeps ``vectors`` and ``out``, which owns the buffers, alive.
     """
 
-    def __init__(self, jobs: np.ndarray, vectors: Any, out: object, where: Where) -> None:
+    def __init__(self, jobs: np.ndarray, vectors: Any, out: object, where: Where, file: int = 0) -> None:
         self._jobs, self.vectors, self._out, self._where = jobs, vectors, out, where
+        self.file = file
 
-    def __call__(self, descriptor: int) -> None:
-        if not isinstance(descriptor, Descriptor):
-            self._read(descriptor)
-            return
-        with held(descriptor, *self.ranges):
-            self._read(descriptor)
+    def __call__(self, files: Any) -> None:
+        with files.opened(self.file) as descriptor:
+            if isinstance(descriptor, Descriptor):
+                with held(descriptor, *self._ranges):
+                    self._read(int(descriptor))
+            else:
+                self._read(descriptor)
+        files.check(self.file)
 
     @property
-    def ranges(self) -> Ranges:
-        """The byte ranges that the task reads."""
-        return (
-            self.vectors.ranges if isinstance(self.vectors, _Rows) else (self._jobs["offset"], self._jobs["num_bytes"])
-        )
+    def _ranges(self) -> Ranges:
+        if isinstance(self.vectors, _Rows):
+            return self.vectors.ranges
+        return self._jobs["offset"], self._jobs["num_bytes"]
+
+    @property
+    def ranges(self) -> Iterator[tuple[int, Ranges]]:
+        """The byte ranges that the task reads, by number of the file."""
+        yield self.file, self._ranges
 
     def _read(self, descriptor: int) -> None:
         if available():
-            result = run(self.jobs(descriptor))
+            self._jobs["descriptor"] = descriptor
+            result = run(self._jobs)
             if result.status != DONE:
                 raise self.error_of(result)
             return
@@ -119,9 +127,9 @@ class VectorTask:
             if got != num_bytes:  # after an error of the system, read_bytes raises it
                 self._read_rest(descriptor, self._buffers(source, count), offset, max(0, got))
 
-    def jobs(self, descriptor: int) -> np.ndarray:
+    def jobs(self, files: Any) -> np.ndarray:
         """Return the jobs of the task for a `h5chunk.native.NativePool`: (n,) JOB."""
-        self._jobs["descriptor"] = descriptor
+        self._jobs["descriptor"] = files.descriptor(self.file)
         return self._jobs
 
     def end(self) -> None:
@@ -154,14 +162,17 @@ class RowGather:
     def __init__(self, values: np.ndarray, samples: np.ndarray, out: np.ndarray) -> None:
         self._values, self._samples, self._out = values, np.ascontiguousarray(samples), out
 
-    def __call__(self, _descriptor: object) -> None:
+    file = None  # nothing is read from a file
+    ranges = ()
+
+    def __call__(self, _files: object) -> None:
         target = self._out.view(self._values.dtype).reshape(len(self._samples), *self._values.shape[1:])
         np.take(self._values, self._samples, axis=0, out=target, mode="clip")  # in other modes NumPy copies twice
 
     def end(self) -> None:
         """Do nothing, because no work remains after the job has succeeded."""
 
-    def jobs(self, _descriptor: int) -> np.ndarray:
+    def jobs(self, _files: object) -> np.ndarray:
         """Return the job of the task: (1,) JOB."""
         job = np.zeros(1, JOB)
         job["kind"], job["count"] = GATHER, len(self._samples)
@@ -171,35 +182,23 @@ class RowGather:
         return job
 
 
-def native_tasks(tasks: Sequence[Any], opened: Any) -> tuple[NativeTasks | None, list[ReadTask]]:
+def native_tasks(tasks: Sequence[Any], files: Any) -> tuple[NativeTasks | None, list[ReadTask]]:
     """Divide tasks into those for native threads and those for Python threads.
 
-    ``opened`` is the descriptor of the file, or an `OpenFiles`, whose `FileTasks` are split by file. The first result
-    is None if there are no tasks for native threads.
+    The first result is None if there are no tasks for native threads.
     """
-    native: list[Any] = []
-    others: list[ReadTask] = []
-    for task in tasks:
-        if hasattr(task, "jobs"):
-            native.append((task, opened, None))
-        elif getattr(task, "is_plain", False):
-            native += task.split(opened)
-        else:
-            others.append(task)
-    return NativeTasks(native) if native else None, others
+    native = [task for task in tasks if hasattr(task, "jobs")]
+    others = [task for task in tasks if not hasattr(task, "jobs")]
+    return NativeTasks(native, files) if native else None, others
 
 
 def lasting_tasks(
-    names: Iterable[str],
-    direct: Mapping[str, Any],
-    whole: Mapping[str, np.ndarray],
-    descriptor: int,
-    num_samples: int,
+    names: Iterable[str], fields: Mapping[str, Any], whole: Mapping[str, np.ndarray], files: Any, num_samples: int
 ) -> LastingTasks | None:
     """Return tasks that read the fields ``names`` of ``num_samples`` samples, which `LastingTasks.aim` sets.
 
-    ``direct`` has the fields that are read by byte ranges, and ``whole`` those that are in memory. Returns None if a
-    field must be read in another way.
+    ``fields`` has the readers of the fields, and ``whole`` the fields that are in memory. Returns None if a field must
+    be read in another way.
     """
 
     def make(rows: np.ndarray, destinations: np.ndarray, samples: np.ndarray) -> list[Any]:
@@ -208,12 +207,12 @@ def lasting_tasks(
             if name in whole:
                 tasks.append(RowGather(whole[name], samples, NO_BYTES))
             else:
-                tasks += direct[name].tasks(rows, destinations, NO_BYTES)
+                tasks += fields[name].tasks(rows, destinations, NO_BYTES)
         return tasks
 
-    if not all(name in whole or (name in direct and direct[name].reads_rows) for name in names):
+    if not all(name in whole or (name in fields and fields[name].reads_rows) for name in names):
         return None
-    return LastingTasks(make, descriptor, num_samples)
+    return LastingTasks(make, files, num_samples)
 
 
 def read_error(where: str, result: Result) -> FileError:
@@ -290,14 +289,14 @@ def _jobs_of(cuts: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def vector_tasks(
-    offsets: np.ndarray, sizes: np.ndarray, destinations: np.ndarray, out: np.ndarray, where: Where
+    offsets: np.ndarray, sizes: np.ndarray, destinations: np.ndarray, out: np.ndarray, where: Where, file: int = 0
 ) -> Iterator[VectorTask]:
     """Yield tasks that read ``sizes[i]`` bytes at ``offsets[i]`` of the file to byte ``destinations[i]`` of ``out``.
 
     The arrays are (n,) int64, with n > 0. Adjacent ranges share a system call. Native threads get a single task.
     """
     if available():
-        yield VectorTask(*row_jobs(offsets, 1, 1, np.arange(len(offsets)), sizes, destinations, out), out, where)
+        yield VectorTask(*row_jobs(offsets, 1, 1, np.arange(len(offsets)), sizes, destinations, out), out, where, file)
         return
     vectors = vectors_of(sizes, destinations, out)
     groups = (np.cumsum(sizes) - 1) // RUN_BYTES
@@ -308,7 +307,7 @@ def vector_tasks(
     jobs = read_jobs(vectors, firsts, counts, offsets[firsts], np.add.reduceat(sizes, firsts))
     per_part = max(1, PART_BYTES * len(jobs) // max(1, int(sizes.sum())))
     for first in range(0, len(jobs), per_part):
-        yield VectorTask(jobs[first : first + per_part], vectors, out, where)
+        yield VectorTask(jobs[first : first + per_part], vectors, out, where, file)
 
 
 def row_tasks(
@@ -318,6 +317,7 @@ def row_tasks(
     destinations: np.ndarray,
     out: np.ndarray,
     where: Where,
+    file: int = 0,
 ) -> Iterator[VectorTask]:
     """Yield tasks that read row ``rows[i]`` of a file to row ``destinations[i]`` of ``out``.
 
@@ -325,12 +325,12 @@ def row_tasks(
     blocks, the number of rows in each block, and the bytes per row. The other arrays are (n,) int64, with n > 0.
     """
     if available():
-        yield VectorTask(*row_jobs(*blocks, rows, counts, destinations, out), out, where)
+        yield VectorTask(*row_jobs(*blocks, rows, counts, destinations, out), out, where, file)
         return
     starts, block_rows, row_bytes = blocks
     offsets = starts[rows // block_rows] + rows % block_rows * row_bytes
     sizes = np.full(len(rows), row_bytes) if counts is None else counts * row_bytes
-    yield from vector_tasks(offsets, sizes, destinations * row_bytes, out, where)
+    yield from vector_tasks(offsets, sizes, destinations * row_bytes, out, where, file)
 
 
 def read_jobs(

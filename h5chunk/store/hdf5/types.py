@@ -145,6 +145,13 @@ def packed_type(kind: h5t.TypeID, member: Sequence[str]) -> h5t.TypeID:
     return packed
 
 
+def packed_element(dataset: h5py.Dataset, element: Element) -> Element:
+    """Describe the elements that HDF5 reads with `packed_type`, which have only the bytes of a member."""
+    if not element.member:
+        return element
+    return element_of(packed_type(dataset.id.get_type(), element.member), repr(dataset.name), element.member)
+
+
 def find_member(kind: h5t.TypeID, name: str) -> tuple[str, ...] | None:
     """Split the name of a member of a compound type, such as "p4.x" or "p4/x", into the names that lead to it.
 

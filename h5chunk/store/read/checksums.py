@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import h5py
 import numpy as np
@@ -25,8 +26,6 @@ from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.chunk_table import ChunkTable, is_listed_wrongly
 from h5chunk.store.hdf5.codecs import crc32, scratch
 from h5chunk.store.hdf5.ranges import PART_BYTES, Ranges, VectorTask, held, read_bytes, read_error, read_jobs
-from h5chunk.store.read.fields import Field
-from h5chunk.store.read.ragged import RaggedField
 
 OFF, FIRST, ALWAYS = "off", "first", "always"
 PIECE_BYTES = 2 << 20  # bytes that are read and added to a checksum at a time
@@ -54,9 +53,10 @@ class ChunkChecks:
     """
 
     def __init__(
-        self, path: Path, name: str, table: ChunkTable, sums: Checksums, indptr: np.ndarray | None = None
+        self, path: Path, name: str, table: ChunkTable, sums: Checksums, indptr: np.ndarray | None = None, file: int = 0
     ) -> None:
         self._path, self._name, self.table, self.sums, self._indptr = path, name, table, sums, indptr
+        self.file = file  # its number in the data set
         self._chunk_rows, self._across, self._are_done = table.chunk_shape[0], table.num_across, False
 
     @property
@@ -108,7 +108,7 @@ class ChunkChecks:
         firsts, offsets, sizes = np.arange(len(chunks)) * count, self.table.offsets[chunks], self.table.sizes[chunks]
         for part in self._divided(np.arange(len(chunks))):
             jobs = read_jobs(vectors, firsts[part], np.full(len(part), count), offsets[part], sizes[part])
-            yield WholeChunks(self, chunks[part], VectorTask(jobs, vectors, out, self._where_at))
+            yield WholeChunks(self, chunks[part], VectorTask(jobs, vectors, out, self._where_at, self.file))
 
     def _divided(self, chunks: np.ndarray) -> Iterator[np.ndarray]:
         """Divide an array that has one element per chunk into arrays for tasks of about `PART_BYTES`."""
@@ -171,19 +171,25 @@ class CheckTask:
     """A task that only verifies chunks. It has the interface of `VectorTask`."""
 
     def __init__(self, checks: ChunkChecks, chunks: np.ndarray) -> None:
-        self._checks, self._chunks = checks, chunks
+        self._checks, self._chunks, self.file = checks, chunks, checks.file
 
     @property
-    def ranges(self) -> Ranges:
-        """The byte ranges that the task reads."""
+    def ranges(self) -> Iterator[tuple[int, Ranges]]:
+        """The byte ranges that the task reads, by number of the file."""
+        yield self.file, self._ranges
+
+    @property
+    def _ranges(self) -> Ranges:
         return self._checks.table.offsets[self._chunks], self._checks.table.sizes[self._chunks]
 
-    def __call__(self, descriptor: int) -> None:
-        self._checks.check(descriptor, self._chunks)
+    def __call__(self, files: Any) -> None:
+        with files.opened(self.file) as descriptor:
+            self._checks.check(descriptor, self._chunks)
+        files.check(self.file)
 
-    def jobs(self, descriptor: int) -> np.ndarray:
+    def jobs(self, files: Any) -> np.ndarray:
         table, jobs = self._checks.table, np.zeros(len(self._chunks), JOB)
-        jobs["kind"], jobs["descriptor"] = VERIFY, descriptor
+        jobs["kind"], jobs["descriptor"] = VERIFY, files.descriptor(self.file)
         jobs["expected"] = self._checks.sums.expected[self._chunks]
         jobs["offset"], jobs["num_bytes"] = table.offsets[self._chunks], table.sizes[self._chunks]
         return jobs
@@ -205,25 +211,26 @@ class WholeChunks(CheckTask):
         super().__init__(checks, chunks)
         self._read = read
 
-    def __call__(self, descriptor: int) -> None:
+    def __call__(self, files: Any) -> None:
         if not available():
-            self._read(descriptor)
-            super().__call__(descriptor)
+            self._read(files)
+            super().__call__(files)
         else:
-            with held(descriptor, *self.ranges):
-                result = run(self.jobs(descriptor))
+            with held(files.descriptor(self.file), *self._ranges):
+                result = run(self.jobs(files))
             if result.status != DONE:
                 raise self.error_of(result)
             self.end()
+            files.check(self.file)
 
-    def jobs(self, descriptor: int) -> np.ndarray:
-        jobs = self._read.jobs(descriptor)
+    def jobs(self, files: Any) -> np.ndarray:
+        jobs = self._read.jobs(files)
         jobs["is_checked"], jobs["expected"] = 1, self._checks.sums.expected[self._chunks]
         return jobs
 
 
 def read_sums(
-    file: h5py.File, path: Path, fields: Mapping[str, Field | RaggedField], header: Header | None, checksums: str
+    file: h5py.File, path: Path, fields: Mapping[str, Any], header: Header | None, checksums: str
 ) -> dict[str, Checksums]:
     """Read the checksums of fields. The result is empty if ``checksums`` is "off".
 
@@ -234,13 +241,8 @@ def read_sums(
     if checksums == OFF:
         return {}
     datasets: dict[str, str] = {}
-    for name, field in fields.items():
-        if isinstance(field, RaggedField):
-            datasets |= {
-                f"{name}/{part}": field.path_of(part) for part in (*field.table_datasets, *field.entry_datasets)
-            }
-        else:
-            datasets[name] = field.dataset
+    for field in fields.values():
+        datasets |= field.stored_datasets
     sums = {}
     for name, dataset in datasets.items():
         expected = _expected(file, path, dataset, header, checksums)

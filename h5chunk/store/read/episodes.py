@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -15,18 +15,19 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, OptionError, printable
-from h5chunk.plan.cache import CacheSettings
 from h5chunk.store.hdf5.attributes import read_attribute
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import errors_as, follow, opened
 from h5chunk.store.hdf5.patterns import Match, Pattern, find_matches
 from h5chunk.store.hdf5.types import type_problem
-from h5chunk.store.read.csr import CsrBuffers
+from h5chunk.store.read.arrays import Arrays, Blocks
+from h5chunk.store.read.checksums import ChunkChecks
 from h5chunk.store.read.encoded import EncodedField
 from h5chunk.store.read.fields import Field, FrameDataset, FrameDecoder
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.samples import Part, Rows
 from h5chunk.store.read.source import Source
 
 MAX_CONSTANT_BYTES = 64 << 20  # limit on the size of one value of a constant
@@ -35,10 +36,9 @@ MAX_CONSTANT_BYTES = 64 << 20  # limit on the size of one value of a constant
 class EpisodeFile(Source):
     """The concatenated episodes of one file, which are read like the rows of a file.
 
-    ``starts_of`` has, for each field that is not encoded, the offset in the file at which each episode begins, or -1 if
-    it is unknown. ``patterns`` has the path of each field's datasets, with ``*`` for the names of the episode, and
-    ``names`` the names of the episodes. ``offsets`` has, for each uncompressed field, the offset of each row. All are
-    int64.
+    ``starts_of`` has, for each field that is not encoded, the offset in the file at which each episode begins, int64,
+    or -1 if it is unknown. ``patterns`` has the path of each field's datasets, with ``*`` for the names of the episode,
+    and ``names`` the names of the episodes.
     """
 
     def __init__(self, episodes: FileSet, patterns: Mapping[str, Pattern], names: Sequence[str]) -> None:
@@ -58,7 +58,6 @@ class EpisodeFile(Source):
         self.episodes, self.names = episodes, names
         self._patterns = {field: str(pattern) for field, pattern in patterns.items()}
         self.starts_of: dict[str, np.ndarray] = {}
-        self.offsets: dict[str, np.ndarray] = {}
 
     def datasets_of(self, field: str) -> list[tuple[Path, str]]:
         return [(self.path, self._patterns.get(field, field))]
@@ -70,23 +69,63 @@ class EpisodeFile(Source):
         fingerprint = zlib.crc32(datasets.encode("utf-8", "surrogateescape"), self.episodes.readers[0].fingerprint)
         return zlib.crc32(self.episodes.starts.tobytes(), fingerprint)
 
-    def set_caches(self, main: CacheSettings) -> None:
-        self.episodes.set_caches(main)
+    def stored_parts(self, opening: Any, number: int, names: Collection[str]) -> dict[str, Part]:
+        self.check_unchanged()
+        with opened(self.path) as file:
+            self.check_unchanged()
+            return {name: self._part(opening, number, file, name) for name in names}
 
-    def cache_bytes(self, main: CacheSettings) -> int:
-        return self.episodes.cache_bytes(main)
+    def _part(self, opening: Any, number: int, file: h5py.File, name: str) -> Part:
+        """Return what the file stores of a field. Only the first contiguous episode is described by itself."""
+        readers, known = self.episodes.readers, self.starts_of.get(name)
+        filled = np.flatnonzero(np.diff(self.episodes.starts))
+        parts: list[Part] = []
+        for episode in filled.tolist():
+            source = readers[episode]
+            parts.append(source.fields[name].part(opening.file(source, file, number)))
+            is_like_first = known is not None and parts[0].arrays[0].is_raw and (known[filled[1:]] >= 0).all()
+            if is_like_first and known is not None and len(filled) > 1:
+                rest = self._contiguous(number, name, filled[1:], known, parts[0].arrays[0])
+                parts.append(Part(Rows, (rest,)))
+                break
+        starts = self.episodes.starts[filled]
+        joined = parts[0]._replace(arrays=(Arrays.joined([part.arrays[0] for part in parts]),), starts=starts)
+        if parts[0].sizes is not None:
+            sizes = np.concatenate([part.sizes for part in parts if part.sizes is not None])
+            joined = joined._replace(sizes=sizes, texts=tuple(text for part in parts for text in part.texts))
+        return joined._replace(text_starts=starts)
 
-    def actual_caches(self) -> dict[str, CacheSettings]:
-        return self.episodes.actual_caches()
-
-    def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        self.episodes.read(name, rows, out)
-
-    def close(self) -> None:
-        self.episodes.close()
+    def _contiguous(self, number: int, name: str, episodes: np.ndarray, offsets: np.ndarray, first: Arrays) -> Arrays:
+        """Return the arrays of contiguous episodes, whose rows are like those of the first one."""
+        lengths = np.diff(self.episodes.starts)[episodes]
+        sizes = lengths * first.item_bytes
+        zeros, count = np.zeros(len(episodes), np.int64), len(episodes)
+        blocks = Blocks(np.full(count, number, np.int32), offsets[episodes], sizes, zeros.astype(np.uint32))
+        datasets = [self.episodes.readers[episode].fields[name].dataset for episode in episodes.tolist()]
+        origin = EpisodesOrigin(number, printable(self.path), datasets, blocks.offset)
+        tables = np.arange(count), lengths[:, None], lengths[:, None], zeros
+        return Arrays(first.item_bytes, *tables, blocks, (), (origin,), zeros[:1], first.inner)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "episodes": copy(self.episodes)}
+
+
+class EpisodesOrigin:
+    """The contiguous datasets of some episodes, for messages. ``offsets`` has the offset of each in the file."""
+
+    checks: ChunkChecks | None = None
+
+    def __init__(self, file: int, path: str, datasets: Sequence[str], offsets: np.ndarray) -> None:
+        self.file, self._path, self._datasets, self._offsets = file, path, datasets, offsets
+
+    def at(self, offset: int) -> str:
+        return self.block(int(np.where(self._offsets <= offset, self._offsets, -1).argmax()))
+
+    def block(self, number: int) -> str:
+        return f"{self._path}: {self._datasets[number]!r}"
+
+    def chunks(self, blocks: np.ndarray) -> np.ndarray:
+        return blocks
 
 
 class EpisodeFields(NamedTuple):

@@ -28,7 +28,8 @@ from h5chunk.store.hdf5.open import errors_as
 from h5chunk.store.hdf5.strings import read_words
 from h5chunk.store.hdf5.types import Element, element_of, find_member, members_of
 from h5chunk.store.read.ragged import FlatSamples, RaggedField, describe_images, describe_series
-from h5chunk.store.read.vlen import describe_vlen, longest_text
+from h5chunk.store.read.samples import Part, Rows, StoredFile
+from h5chunk.store.read.vlen import describe_vlen, longest_text, text_part
 
 MATRIX_PARTS = ("indptr", "indices", "data")
 TENX_PARTS = (b"barcodes", b"indptr", b"indices", b"data", b"shape")
@@ -97,6 +98,17 @@ class Field:
     def sample_shape(self) -> tuple[int, ...]:
         """Shape of one sample."""
         return self.grid.shape[1:]
+
+    @property
+    def stored_datasets(self) -> dict[str, str]:
+        """The paths of the datasets that are read, by their names among the checksums."""
+        return {self.name: self.dataset}
+
+    def part(self, file: StoredFile) -> Part:
+        """Return what a file stores of this field."""
+        if self.is_text:
+            return text_part(file, self.dataset)
+        return Part(Rows, (file.arrays(self.name, self.dataset, member=self.member),))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,6 @@ the same classes, but their chunks may differ in size.
 
 from __future__ import annotations
 
-import errno
-import math
-import os
 import resource
 import zlib
 from collections.abc import Sequence
@@ -22,7 +19,6 @@ from h5chunk.errors import FieldError, FileError, OptionError, names_text, print
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.plan.layout import choose_window_chunks, good_chunk_samples
 from h5chunk.store.format.header import Header
-from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.encoded import EncodedField
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField, SeriesField
@@ -144,52 +140,6 @@ class FileSet(Source):
         """The sizes of the images of all files."""
         return ImageSizes(*map(np.concatenate, zip(*(reader.image_sizes for reader in self.readers), strict=True)))
 
-    def set_caches(self, main: CacheSettings) -> None:
-        """Divide the cache of the main field among the files."""
-        if main != self._cache:
-            self._cache = main
-            for reader in self.readers:
-                reader.set_caches(self._share(reader, main))
-
-    def _share(self, reader: Source, main: CacheSettings) -> CacheSettings:
-        """Return the cache for one file's share of the open chunks, with a margin for random variation."""
-        grid = reader.main.grid
-        if not main.nbytes or not grid.chunks:
-            return CacheSettings(1, 0, main.w0)
-        due = main.nbytes / max(1, self.main.grid.band_bytes) * grid.num_bands / max(1, self.main.grid.num_bands)
-        bands = min(math.ceil(due + 3 * math.sqrt(due)) + 2, max(1, grid.num_bands))
-        return CacheSettings(min(main.nslots, grid.num_slots), min(main.nbytes, bands * grid.band_bytes), main.w0)
-
-    def cache_bytes(self, main: CacheSettings) -> int:
-        return sum(self._share(reader, main).nbytes for reader in self.readers)
-
-    def actual_caches(self) -> dict[str, CacheSettings]:
-        """Return, for each field, the sum of the caches of all files."""
-        caches = [reader.actual_caches() for reader in self.readers]
-        return {
-            name: CacheSettings(
-                sum(cache[name].nslots for cache in caches),
-                sum(cache[name].nbytes for cache in caches),
-                caches[0][name].w0,
-            )
-            for name in self.fields
-        }
-
-    def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        for number, positions in self.by_file(rows):
-            target, is_whole = out, len(positions) == len(rows)
-            if not is_whole and isinstance(out, np.ndarray):
-                target = np.empty((len(positions), *out.shape[1:]), out.dtype)
-            elif not is_whole and isinstance(out, CsrBuffers):  # rows of a matrix are read directly to their positions
-                target = CsrBuffers(np.append(out.starts[positions], out.starts[-1]), out.indices, out.values)
-            try:
-                file_rows = rows if is_whole else rows[positions]
-                self.readers[number].read(name, file_rows - self.starts[number], target)
-            except FileError as error:
-                raise with_remedy(error, len(self.readers)) from error.__cause__
-            if not is_whole and isinstance(out, np.ndarray):
-                out[positions] = target
-
 
 def are_images(readers: Sequence[Source], *, surely: bool = False) -> bool:
     """Return whether each of several files seems to be an image, so that its rows are not samples.
@@ -207,13 +157,6 @@ def are_images(readers: Sequence[Source], *, surely: bool = False) -> bool:
     if surely and not (has_channels and is_square):
         return False
     return is_image and all(len(other) == len(shape) and other[:2] == shape[:2] for other in others)
-
-
-def with_remedy(error: FileError, num_files: int) -> FileError:
-    """Return the error. If too many files are open, add a remedy to it."""
-    if os.strerror(errno.EMFILE) not in str(error):
-        return error
-    return FileError(f"{error}. Raise the limit with ulimit -n, or combine the {num_files} files into fewer ones")
 
 
 def _check_names(readers: Sequence[Source]) -> None:

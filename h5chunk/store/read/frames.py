@@ -26,11 +26,11 @@ from h5chunk.store.read.episodes import (
     open_episodes,
     read_constant,
 )
+from h5chunk.store.read.field_readers import read_rows
 from h5chunk.store.read.fields import FrameDataset, FrameDecoder
 from h5chunk.store.read.files import Paths, check_shards, list_local_files, open_reader
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.store.read.several import find_offsets
 from h5chunk.store.read.source import Source
 from h5chunk.store.read.windows import Episodes
 
@@ -142,10 +142,7 @@ def _each_file(files: Sequence[Path], trusted: bool, work: Callable[..., Any], *
 def _open_one(
     file: Path, wanted: EpisodeFields, decoder: FrameDecoder, trusted: bool, checksums: str
 ) -> OpenedEpisodes:
-    found = open_episodes(file, wanted, decoder, trusted, checksums)
-    for source in found.sources:
-        find_offsets(source)
-    return found
+    return open_episodes(file, wanted, decoder, trusted, checksums)
 
 
 def _lengths_of(
@@ -275,10 +272,7 @@ def find_borders(frames: Source, tables: Mapping[str, Sequence[Table]], trusted:
 
 def _read_table(reader: Source, dataset: str, trusted: bool) -> np.ndarray:
     table = open_reader(reader.path, {dataset: dataset}, trusted=trusted)
-    field = table.fields[dataset]
-    values = np.empty((table.num_samples, *field.sample_shape), field.dtype)
-    table.read(dataset, np.arange(len(values)), values)
-    return values
+    return read_rows(table, dataset, np.arange(table.num_samples))
 
 
 def _ends(kind: str, tables: Sequence[tuple[str, np.ndarray]], num_rows: int) -> np.ndarray:

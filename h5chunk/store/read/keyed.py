@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from itertools import product
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +17,21 @@ from h5chunk.errors import FieldError, FileError, names_text, printable, shown
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.stamp import stamp_of
-from h5chunk.store.hdf5.chunk_table import NotDirect, is_stored_as
-from h5chunk.store.hdf5.codecs import ChunkDecoder, DecodeError, NoDecoder, scratch
+from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.keyed_index import CONTIGUOUS, THROUGH_HDF5, KeyedIndex, Wanted, common_folder
-from h5chunk.store.hdf5.open import open_file, opened, translate_errors
+from h5chunk.store.hdf5.keyed_index import THROUGH_HDF5, KeyedIndex, Wanted, common_folder
+from h5chunk.store.hdf5.open import opened, translate_errors
 from h5chunk.store.hdf5.patterns import fill
-from h5chunk.store.hdf5.ranges import PART_BYTES, ReadTask, open_descriptor, read_bytes, row_tasks, vector_tasks
-from h5chunk.store.read.checksums import OFF
-from h5chunk.store.read.csr import CsrBuffers
-from h5chunk.store.read.direct import ByteReader
+from h5chunk.store.hdf5.types import element_of
+from h5chunk.store.read.arrays import Arrays, Blocks, Codec
+from h5chunk.store.read.checksums import OFF, ChunkChecks
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.ragged import SeriesField
+from h5chunk.store.read.samples import Elements, Part, Rows
 from h5chunk.store.read.source import Computed, Source
+from h5chunk.store.read.stored import InMemory, filters_of
+from h5chunk.store.read.through_hdf5 import Hdf5Files
 
 OUTDATED = "does not match the index of the file: delete the index, NAME.h5chunk-index-*"
 
@@ -81,8 +79,6 @@ class KeyedReader(Source):
             checksums=OFF,
             chunk_samples=chunk_samples,
         )
-        self._file: tuple[int, Any] = (0, None)  # the process that has opened the file, and the file
-        self._lock = threading.Lock()
 
     @property
     def computed(self) -> dict[str, Computed]:
@@ -132,22 +128,6 @@ class KeyedReader(Source):
         if not self.are_samples:
             super().check_unchanged(descriptor)
 
-    @contextmanager
-    def descriptor_of(self, number: int, descriptor: int) -> Iterator[int]:
-        """Open the file of a sample in a context, unless all samples are in the file of ``descriptor``.
-
-        Raises FileError if the file was changed.
-        """
-        if not self.are_samples:
-            yield descriptor
-            return
-        opened = open_descriptor(self._files[number])
-        try:
-            self._check(number, stamp_of(opened))
-            yield opened
-        finally:
-            os.close(opened)
-
     def _check(self, number: int, stamp: tuple[int, ...]) -> None:
         if stamp != self._stamps[number]:
             raise FileError(
@@ -155,47 +135,94 @@ class KeyedReader(Source):
                 "the data set again"
             )
 
-    @contextmanager
-    def _opened(self, number: int) -> Iterator[h5py.File]:
-        """Open the file of a sample with HDF5 in a context. A file that has all samples stays open."""
+    @property
+    def num_files(self) -> int:  # type: ignore[override]
+        return len(self._files)
+
+    def path_of(self, number: int) -> Path:
+        return self._files[number]
+
+    def check_file(self, number: int, descriptor: int | None = None) -> None:
+        path = self._files[number]
         if self.are_samples:
-            self._check(number, stamp_of(self._files[number]))
-            with opened(self._files[number]) as file:
-                yield file
-            return
-        if self._file[0] != os.getpid():
-            self._file = os.getpid(), open_file(self.path)
-        with translate_errors(self.path):
-            yield self._file[1]
+            self._check(number, stamp_of(path if descriptor is None else descriptor))
+        else:
+            self.check_unchanged(descriptor)
 
-    def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        """Read samples of a field through HDF5."""
+    def stored_parts(self, opening: Any, number: int, names: Collection[str]) -> dict[str, Part]:
+        return {name: self._part(opening, number, name) for name in names}
+
+    def _part(self, opening: Any, number: int, name: str) -> Part:
+        """Return what the files store of a field: an array for each sample."""
+        field, (kinds, codecs) = self.index.fields[name], self._kinds(name)
+        axes = max(1, field.shapes.shape[1])
+        shape = field.shapes if field.shapes.shape[1] else np.ones((len(field.shapes), 1), np.int64)
+        block = np.maximum(field.block_shapes().reshape(len(shape), axes), 1)
+        through = kinds == THROUGH_HDF5
+        block[through] = np.maximum(shape[through], 1)
+        counts = (-(-shape // block)).prod(axis=1)
+        first = np.cumsum(counts) - counts
+        # the number of the sample of each block, and of the block in the index
+        sample = np.repeat(np.arange(len(counts)), counts)
+        listed = field.first[sample] + np.arange(len(sample)) - first[sample]
+        is_stored = ~through[sample]
+        offset, size = np.full(len(sample), -1), np.zeros(len(sample), np.int64)
+        mask = np.zeros(len(sample), np.uint32)
+        for column, values in ((offset, field.offsets), (size, field.sizes), (mask, field.masks)):
+            column[is_stored] = values[listed[is_stored]]
+        codec = kinds.astype(np.int64)
+        if through.all():
+            opening.why.setdefault(name, "its type, filters or layout need HDF5")
+        if through.any():
+            codecs = *codecs, SampleThroughHdf5(opening.cache.hdf5, self, name, first)
+            codec[through] = len(codecs)
+        files = sample if self.are_samples else np.full(len(sample), number)
+        blocks = Blocks(files.astype(np.int32), offset, size, mask)
+        origin = KeyedOrigin(number, self, name, first, blocks.offset)
+        item, zero = field.dtype.itemsize, np.zeros(1, np.int64)
+        arrays = Arrays(item, first, shape, block, codec, blocks, codecs, (origin,), zero)
+        if arrays.is_raw and not field.is_ragged and not self.are_samples and len(blocks.offset) == len(shape):
+            # all samples are runs of bytes of one size, which are rows of an array with one row in each block
+            row = np.array([[len(shape)]]), np.ones((1, 1), np.int64), np.zeros(1, np.int64)
+            arrays = Arrays(int(shape[0].prod()) * item, zero, *row, blocks, (), (origin,), zero)
+            return Part(Rows, (arrays,))
+        sizes = field.sample_bytes() if field.is_ragged else None
+        return Part(Elements, (arrays,), step_items=field.step_items, sizes=sizes)
+
+    def _kinds(self, name: str) -> tuple[np.ndarray, tuple[Codec, ...]]:
+        """Return the kind of storage of each sample, as in `FieldIndex`, and the codec of each kind of chunks."""
+        field, codecs = self.index.fields[name], list[Codec]()
+        kinds = field.kinds
+        found, firsts = np.unique(kinds, return_index=True)
+        sample_of = dict(zip(found.tolist(), firsts.tolist(), strict=True))
+        for kind, (chunk, _) in enumerate(field.chunked, 1):
+            sample = sample_of.get(kind)
+            if sample is None:  # chunks of this kind are only in samples of other files
+                codecs.append(InMemory(np.empty(0, np.uint8)))
+                continue
+            where = self.file_of(sample)
+            self.check_file(sample if self.are_samples else 0)
+            with opened(where) as file:
+                dataset = self.find_dataset(file, name, sample)
+                if dataset.chunks != tuple(chunk):
+                    raise self._outdated(name, sample)
+                try:
+                    codecs.append(filters_of(dataset, element_of(dataset, f"{printable(where)}: {dataset.name!r}")))
+                except NotDirect:
+                    kinds = np.where(kinds == kind, THROUGH_HDF5, kinds)
+                    codecs.append(InMemory(np.empty(0, np.uint8)))  # which no sample uses
+        return kinds, tuple(codecs)
+
+    def find_dataset(self, file: h5py.File, name: str, number: int) -> h5py.Dataset:
+        """Return the dataset of a sample. Raises FileError if it is not the one in the index."""
         field = self.index.fields[name]
-        with self._lock:
-            for position, row in enumerate(rows.tolist()):
-                path = self.dataset_of(name, row)
-                with self._opened(row) as file:
-                    dataset = Guard(self.file_of(row), self.trusted).find(file, path)
-                    if not isinstance(dataset, h5py.Dataset) or dataset.shape != tuple(field.shapes[row].tolist()):
-                        raise FileError(f"{printable(self.file_of(row))}: {path!r} {OUTDATED}")
-                    values = dataset[()]
-                if isinstance(out, CsrBuffers):
-                    start = int(out.starts[position])
-                    out.indices[start : start + values.size] = values.reshape(-1)
-                else:
-                    out[position] = values
-        self.check_unchanged()
+        dataset = Guard(self.file_of(number), self.trusted).find(file, self.dataset_of(name, number))
+        if not isinstance(dataset, h5py.Dataset) or dataset.shape != tuple(field.shapes[number].tolist()):
+            raise self._outdated(name, number)
+        return dataset
 
-    def close(self) -> None:
-        (process, file), self._file = self._file, (0, None)
-        if process == os.getpid():
-            file.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_lock": None, "_file": (0, None)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
+    def _outdated(self, name: str, number: int) -> FileError:
+        return FileError(f"{printable(self.file_of(number))}: {self.dataset_of(name, number)!r} {OUTDATED}")
 
 
 def keyed_source(files: Sequence[Path], wanted: Wanted, index: KeyedIndex) -> Source:
@@ -214,140 +241,50 @@ def keyed_source(files: Sequence[Path], wanted: Wanted, index: KeyedIndex) -> So
     return readers[0] if len(files) == 1 else FileSet(readers, Path(f"{shown(files[0])} and {len(files) - 1} more"))
 
 
-class KeyedBytes(ByteReader):
-    """A byte-range reader of one field of samples that are datasets.
+class KeyedOrigin:
+    """The datasets of samples, for messages. ``first`` is the first block of each sample."""
 
-    Samples whose filters or layout need HDF5 are read with it.
-    """
+    checks: ChunkChecks | None = None
 
-    is_plain = True  # a cache would not help, because samples share no chunks
+    def __init__(self, file: int, source: KeyedReader, name: str, first: np.ndarray, offsets: np.ndarray) -> None:
+        self.file, self._source, self._name, self._first, self._offsets = file, source, name, first, offsets
 
-    def __init__(self, reader: KeyedReader, name: str) -> None:
-        self.name, self._reader, self._field = name, reader, reader.index.fields[name]
-        field = self._field
-        self._sizes = field.sample_bytes()
-        with_blocks = field.num_blocks() > 0
-        self._places = np.zeros(len(with_blocks), np.int64)  # the offset of each sample's first block
-        self._places[with_blocks] = field.offsets[field.first[with_blocks]]
-        self.num_bytes = int(self._sizes.sum())
-        if not field.is_ragged:
-            self.row_bytes = int(self._sizes[0])
-        are_plain = bool((field.kinds == CONTIGUOUS).all()) and not reader.are_samples
-        self.reads_rows = not field.is_ragged and are_plain
-        if (field.kinds == THROUGH_HDF5).all():
-            raise NotDirect("its type, filters or layout need HDF5")
-        self._decoders = self._find_decoders()
-        self.forget()
+    def at(self, offset: int) -> str:
+        return self.block(int(np.where(self._offsets <= offset, self._offsets, -1).argmax()))
 
-    def _find_decoders(self) -> dict[int, tuple[ChunkDecoder, tuple[int, ...]]]:
-        """Return the decoder and the chunk shape of each kind of chunked sample that is not empty, by its number."""
-        decoders: dict[int, tuple[ChunkDecoder, tuple[int, ...]]] = {}
-        if self._field.chunked:
-            kinds, firsts = np.unique(self._field.kinds, return_index=True)
-            sample_of = dict(zip(kinds.tolist(), firsts.tolist(), strict=True))
-            for number, (chunk, _) in enumerate(self._field.chunked, 1):
-                if (sample := sample_of.get(number)) is None:
-                    continue
-                path, where = self._reader.dataset_of(self.name, sample), self._reader.file_of(sample)
-                with opened(where) as file:
-                    dataset = Guard(where, self._reader.trusted).find(file, path)
-                    if not isinstance(dataset, h5py.Dataset) or dataset.chunks != tuple(chunk):
-                        raise FileError(f"{printable(where)}: {path!r} {OUTDATED}")
-                    if not is_stored_as(dataset, self._field.dtype):
-                        raise NotDirect(f"its type {dataset.dtype} is not stored in this machine's format")
-                    item_bytes = self._field.dtype.itemsize
-                    properties = dataset.id.get_create_plist()
-                    try:
-                        decoder = ChunkDecoder(properties, math.prod(chunk) * item_bytes, item_bytes)
-                    except NoDecoder as error:
-                        raise NotDirect(str(error)) from None
-                    decoders[number] = decoder, tuple(chunk)
-        return decoders
+    def block(self, number: int) -> str:
+        sample = int(np.searchsorted(self._first, number, "right")) - 1
+        return f"{printable(self._source.file_of(sample))}: {self._source.dataset_of(self._name, sample)!r}"
 
-    def forget(self) -> None:
-        self._local = threading.local()
+    def chunks(self, blocks: np.ndarray) -> np.ndarray:
+        return blocks
 
-    def scratch_bytes(self, num_threads: int) -> int:
-        return 3 * num_threads * max((decoder.chunk_bytes for decoder, _ in self._decoders.values()), default=0)
 
-    def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
-        """Yield tasks as `ByteReader.tasks` does. Rows may be in any order."""
-        if self.reads_rows:
-            yield from row_tasks((self._places, 1, self.row_bytes), rows, None, destinations, out, self._where)
+class SampleThroughHdf5:
+    """The codec of samples that HDF5 reads, each of which is one block. ``first`` is the first block of each sample."""
+
+    def __init__(self, files: Hdf5Files, source: KeyedReader, name: str, first: np.ndarray) -> None:
+        self._files, self._source, self._name, self._first = files, source, name, first
+
+    def fill(self, number: int, out: np.ndarray) -> None:
+        source = self._source
+        sample = int(np.searchsorted(self._first, number, "right")) - 1
+        path, own = source.file_of(sample), sample if source.are_samples else 0
+        check = partial(source.check_file, own)
+        with self._files.lock, translate_errors(path), self._opened(path, check) as file:
+            values = np.asarray(source.find_dataset(file, self._name, sample)[()])
+        check()
+        out.view(source.index.fields[self._name].dtype)[...] = values.reshape(-1)
+
+    @contextmanager
+    def _opened(self, path: Path, check: Callable[[], None]) -> Iterator[h5py.File]:
+        """Open a file in a context. A file that has all samples stays open."""
+        if not self._source.are_samples:
+            yield self._files.file(path, check)
             return
-        sizes, kinds = self._sizes[rows], self._field.kinds[rows]
-        memory, starts = (out.indices, out.starts) if isinstance(out, CsrBuffers) else (out, None)
-        firsts = destinations * self.row_bytes if starts is None else starts[destinations] * self._field.dtype.itemsize
-        flat = memory.reshape(-1).view(np.uint8)
-        # files that are samples are opened one by one
-        plain = (kinds == CONTIGUOUS) & (sizes > 0) & (not self._reader.are_samples)
-        if plain.any():
-            yield from vector_tasks(self._places[rows[plain]], sizes[plain], firsts[plain], flat, self._where)
-        others = np.flatnonzero(~plain & (sizes > 0))
-        parts = np.cumsum(sizes[others]) // PART_BYTES
-        for part in np.split(others, np.flatnonzero(np.diff(parts)) + 1) if len(others) else ():
-            yield SampleTask(self, rows[part].tolist(), firsts[part].tolist(), flat)
+        check()
+        with opened(path) as file:
+            yield file
 
-    def read_sample(self, descriptor: int, row: int, out: np.ndarray) -> None:
-        """Read a sample into ``out``, a one-dimensional array of the sample's dtype."""
-        kind = int(self._field.kinds[row])
-        if kind == THROUGH_HDF5:
-            self._reader.read(self.name, np.array([row]), CsrBuffers(np.array([0, len(out)]), out, None))
-            return
-        with self._reader.descriptor_of(row, descriptor) as own:
-            if kind == CONTIGUOUS:
-                read_bytes(own, int(self._places[row]), out.view(np.uint8).data, lambda _: self._path_of(row))
-            else:
-                self._read_blocks(own, row, kind, out)
-
-    def _read_blocks(self, descriptor: int, row: int, kind: int, out: np.ndarray) -> None:
-        field = self._field
-        decoder, chunk = self._decoders[kind]
-        shape = int(field.lengths[row]), *field.shape[1:]
-        starts = product(*(range(0, side, step) for side, step in zip(shape, chunk, strict=True)))
-        for number, start in enumerate(starts, int(field.first[row])):
-            stored = scratch(self._local, "stored", int(field.sizes[number]))
-            read_bytes(descriptor, int(field.offsets[number]), stored.data, lambda _: self._path_of(row))
-            whole = chunk == shape
-            values = out.view(np.uint8) if whole else scratch(self._local, "decoded", decoder.chunk_bytes)
-            try:
-                decoder.decode(stored, int(field.masks[number]), values)
-            except DecodeError as error:
-                raise FileError(f"{self._path_of(row)} is damaged ({error})") from None
-            if not whole:
-                stops = [min(at + step, side) for at, step, side in zip(start, chunk, shape, strict=True)]
-                inside = tuple(slice(0, stop - at) for at, stop in zip(start, stops, strict=True))
-                target = tuple(map(slice, start, stops))
-                out.reshape(shape)[target] = values.view(field.dtype).reshape(chunk)[inside]
-
-    def task_values(self, flat: np.ndarray, row: int, first: int) -> np.ndarray:
-        """Return the memory of a sample, a one-dimensional array of the sample's dtype."""
-        return flat[first : first + int(self._sizes[row])].view(self._field.dtype)
-
-    def read_all(self, descriptor: Any) -> np.ndarray:
-        rows, shape = np.arange(self._reader.num_samples), self._reader.fields[self.name].grid.shape
-        values = np.empty(shape, self._field.dtype)
-        for task in self.tasks(rows, rows, values.reshape(len(rows), -1).view(np.uint8)):
-            task(descriptor)
-        return values
-
-    def bytes_read(self, rows: np.ndarray) -> int:
-        return int(self._sizes[rows].sum())
-
-    def _path_of(self, row: int) -> str:
-        return f"{printable(self._reader.file_of(row))}: {self._reader.dataset_of(self.name, row)!r}"
-
-    def _where(self, offset: int) -> str:
-        before = (self._field.kinds == CONTIGUOUS) & (self._places <= offset)
-        return self._path_of(int(np.where(before, self._places, -1).argmax()))
-
-
-class SampleTask:
-    """A task that reads samples one by one."""
-
-    def __init__(self, field: KeyedBytes, rows: list[int], firsts: list[int], flat: np.ndarray) -> None:
-        self._field, self._rows, self._firsts, self._flat = field, rows, firsts, flat
-
-    def __call__(self, descriptor: int) -> None:
-        for row, first in zip(self._rows, self._firsts, strict=True):
-            self._field.read_sample(descriptor, row, self._field.task_values(self._flat, row, first))
+    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: str) -> None:
+        raise AssertionError("the block has no stored bytes")

@@ -23,6 +23,7 @@ from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
 from h5chunk.store.hdf5.chunk_table import check_chunks
 from h5chunk.store.hdf5.guard import Guard, max_ratio, small_attribute
 from h5chunk.store.hdf5.open import errors_as
+from h5chunk.store.read.samples import Part, Runs, StoredFile
 
 SLACK_BYTES = 1 << 20
 
@@ -76,6 +77,23 @@ class RaggedField:
     def path_of(self, part: str) -> str:
         """Return the path of one of the field's datasets."""
         return f"{self.dataset}/{part}"
+
+    @property
+    def stored_datasets(self) -> dict[str, str]:
+        """The paths of the datasets that are read, by their names among the checksums."""
+        return {f"{self.name}/{part}": self.path_of(part) for part in (*self.table_datasets, *self.entry_datasets)}
+
+    @property
+    def step_items(self) -> int:
+        """Number of entries of one index along the first axis of the datasets of entries."""
+        return 1
+
+    def part(self, file: StoredFile) -> Part:
+        """Return what a file stores of this field."""
+        steps = file.indptr if self.step_items == 1 else file.indptr // self.step_items
+        names = self.entry_datasets if self.num_entries else ()
+        arrays = tuple(file.arrays(self.name, self.path_of(part), part, steps) for part in names)
+        return Part(Runs, arrays, indptr=steps, step_items=self.step_items)
 
     @property
     def grid(self) -> ChunkGrid:

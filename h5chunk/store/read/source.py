@@ -6,7 +6,7 @@ A kind of source, such as rows of datasets, windows of frames or patches of volu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, names_text, printable
-from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.csr import bounded_window, fullest_chunks
 from h5chunk.plan.layout import choose_window_chunks, good_chunk_samples
 from h5chunk.remote.mirror import Mirror
@@ -24,11 +24,9 @@ from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.recommendation import Recommended, read_recommendation
 from h5chunk.store.read.checksums import OFF, Sums
-from h5chunk.store.read.csr import CsrBuffers
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.ragged import ImageSizes, RaggedField, SeriesField
-
-NO_CACHE = CacheSettings(1, 0, 0.75)
+from h5chunk.store.read.samples import FieldReader, Part
 
 
 class Computed(NamedTuple):
@@ -141,6 +139,16 @@ class Source:
         groups = self.groups
         return None if groups is None else np.array(groups.names, np.str_)[groups.numbers[samples]]
 
+    num_files = 1  # number of its files, apart from those of other readers
+
+    def path_of(self, number: int) -> Path:
+        """Return the path of one of its files."""
+        return self.path
+
+    def check_file(self, number: int, descriptor: int | None = None) -> None:
+        """Raise FileError if one of its files, or the open file, was changed since this source was made."""
+        self.check_unchanged(descriptor)
+
     def source_of(self, name: str) -> Source:
         """Return the source of the rows of which a field's samples consist, such as the frames of windows."""
         return self
@@ -235,26 +243,13 @@ class Source:
             return window_chunks
         return bounded_window(window_chunks, fullest_chunks(self.indptr, self.chunk_samples))
 
-    def set_caches(self, main: CacheSettings) -> None:
-        """Set the cache of the main field, and choose those of other fields. Nothing is done if there are no caches."""
+    def field_readers(self, opening: Any, names: Collection[str]) -> dict[str, FieldReader]:
+        """Return the readers of fields. ``opening`` is a `h5chunk.store.read.field_readers.Opening`."""
+        readers: dict[str, FieldReader] = opening.joined(self, names)
+        return readers
 
-    def cache_bytes(self, main: CacheSettings) -> int:
-        """Return the maximum total size in bytes of the main field's caches in one process.
-
-        ``main`` has the settings of the cache.
-        """
-        return main.nbytes
-
-    def actual_caches(self) -> dict[str, CacheSettings]:
-        """Return the caches that HDF5 reports for the open datasets of this process, by field."""
-        return dict.fromkeys(self.fields, NO_CACHE)
-
-    def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        """Read rows of a field, (n,) int64, in any order and possibly repeated, into ``out``.
-
-        ``out`` is a C-contiguous array, (n, *sample_shape) of the field's dtype. For a field whose samples differ in
-        length it is a `CsrBuffers` with ``starts`` set.
-        """
+    def stored_parts(self, opening: Any, number: int, names: Collection[str]) -> dict[str, Part]:
+        """Return what a file stores of fields. ``number`` is the number of the file in the data set."""
         raise NotImplementedError
 
     def check_unchanged(self, descriptor: int | None = None) -> None:
@@ -273,11 +268,6 @@ class Source:
             raise FileError(
                 f"{printable(self.path)}: the file was replaced or changed since it was first opened: open it again"
             )
-
-    def close(self) -> None:
-        """Close the files in this process. The next read opens them again."""
-        for reader in self._readers:
-            reader.close()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name not in ("indptr", "image_sizes")}

@@ -23,6 +23,7 @@ from h5chunk.store.hdf5.encodings import NULLABLE, read_encoding
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import errors_as, opened
 from h5chunk.store.hdf5.strings import MAX_STRING_BYTES, read_words
+from h5chunk.store.read.field_readers import read_rows
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.source import Source
 
@@ -54,10 +55,7 @@ def find_table(reader: Source, name: str) -> np.ndarray | None:
         raise
     except FieldError:
         return _read_foreign_table(reader, name)
-    field = stored.fields[name]
-    values = np.empty((stored.num_samples, *field.sample_shape), field.dtype)
-    stored.read(name, np.arange(stored.num_samples), values)
-    return values
+    return read_rows(stored, name, np.arange(stored.num_samples))
 
 
 def _read_foreign_table(reader: Source, name: str) -> np.ndarray | None:

@@ -16,10 +16,13 @@ import numpy as np
 from h5chunk.errors import FileError, UnsupportedError, printable
 from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.store.hdf5.chunk_table import NotDirect, count_unwritten, is_vlen, list_chunks
-from h5chunk.store.hdf5.open import OpenFile, descriptor_of
+from h5chunk.store.hdf5.open import descriptor_of
 from h5chunk.store.hdf5.raw_chunks import RawChunks
-from h5chunk.store.hdf5.strings import POINTER, FileBytes, read_strings
+from h5chunk.store.hdf5.strings import POINTER, FileBytes, find_in_heap
+from h5chunk.store.read.arrays import Arrays, Blocks
+from h5chunk.store.read.checksums import ChunkChecks
 from h5chunk.store.read.ragged import SeriesField
+from h5chunk.store.read.samples import Elements, Part, StoredFile, Texts
 
 MAX_TEXT_BYTES = 64 << 10  # limit on strings of variable length, because those of a batch are padded to the longest
 AS_FIXED = "copy it (x) to fixed-length strings, such as file['NEW'] = np.char.encode(np.array(x.asstr()[()], str))"
@@ -34,6 +37,33 @@ class VlenField(SeriesField):
     first: bytes  # the pointer of the first element, as stored; empty if there are no elements
 
     table_datasets = ()
+
+    def part(self, file: StoredFile) -> Part:
+        """Return what a file stores of this field: an array for each element."""
+        dataset = file.file[self.dataset]
+        pointers = read_pointers(dataset, file.path)
+        vlen_indptr(pointers, dataset, file.path, self.entry_bytes)  # checks the lengths
+        arrays = _heap_arrays(file, self.dataset, pointers, self.entry_bytes)
+        sizes = pointers["length"].astype(np.int64) * self.entry_bytes
+        return Part(Elements, (arrays,), sizes=sizes)
+
+
+class VlenOrigin:
+    """A dataset of arrays of variable length, for messages."""
+
+    checks: ChunkChecks | None = None
+
+    def __init__(self, file: int, text: str) -> None:
+        self.file, self._text = file, text
+
+    def at(self, offset: int) -> str:
+        return self._text
+
+    def block(self, number: int) -> str:
+        return self._text
+
+    def chunks(self, blocks: np.ndarray) -> np.ndarray:
+        return blocks
 
 
 def describe_vlen(dataset: h5py.Dataset, path: Path, name: str) -> VlenField:
@@ -99,18 +129,25 @@ def longest_text(dataset: h5py.Dataset, path: Path) -> int:
     return width
 
 
-class TextHandle(OpenFile):
-    """An open dataset of strings of variable length, whose pointers are in memory."""
+def text_part(file: StoredFile, dataset: str) -> Part:
+    """Return what a file stores of strings of variable length: an array of bytes for each string."""
+    item = file.file[dataset]
+    pointers = read_pointers(item, file.path)
+    arrays = _heap_arrays(file, dataset, pointers.reshape(-1), 1)
+    return Part(Texts, (arrays,), step_items=int(np.prod(item.shape[1:], dtype=np.int64)))
 
-    def __init__(self, path: Path, file: h5py.File, name: str) -> None:
-        super().__init__(file)
-        self.id, self._pointers = file[name].id, read_pointers(file[name], path)
-        self._heap = open_heap(file, path, name)
 
-    def read(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Read the strings of rows, in any order and possibly repeated."""
-        found = read_strings(self._heap, self._pointers[rows].reshape(-1), out.dtype.itemsize)
-        out[...] = found.reshape(out.shape)
+def _heap_arrays(file: StoredFile, dataset: str, pointers: np.ndarray, item_bytes: int) -> Arrays:
+    """Return an array for each pointer into the heap of a file, whose items have ``item_bytes``."""
+    lengths = pointers["length"].astype(np.int64)
+    places = find_in_heap(open_heap(file.file, file.path, dataset), pointers, lengths * item_bytes)
+    zeros, numbers = np.zeros(len(lengths), np.int64), np.arange(len(lengths))
+    masks = zeros.astype(np.uint32)
+    blocks = Blocks(np.full(len(lengths), file.number, np.int32), places, lengths * item_bytes, masks)
+    shape, origin = lengths[:, None], VlenOrigin(file.number, f"{printable(file.path)}: {dataset!r}")
+    # an array without elements has a block, too, which is never read
+    tables = numbers, shape, np.maximum(shape, 1), zeros
+    return Arrays(item_bytes, *tables, blocks, (), (origin,), zeros[:1])
 
 
 def open_heap(file: h5py.File, path: Path, dataset: str) -> FileBytes:

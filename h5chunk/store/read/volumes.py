@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,18 +15,17 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, OptionError, UnsupportedError, printable, shown
-from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.patches import RandomPatches, Tiles
-from h5chunk.store.hdf5.chunk_table import NotDirect, check_chunks, list_chunks
+from h5chunk.store.hdf5.chunk_table import check_chunks, list_chunks
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import descriptor_of, open_file, opened, translate_errors
 from h5chunk.store.hdf5.patterns import Pattern, find_matches, parse
-from h5chunk.store.read.boxes import PatchBytes, VolumeBytes, pad
+from h5chunk.store.read.arrays import Arrays
 from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
-from h5chunk.store.read.csr import CsrBuffers
-from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.fields import Field, describe_field
 from h5chunk.store.read.reader import H5Reader
+from h5chunk.store.read.samples import FieldReader, PatchRows
 from h5chunk.store.read.source import Computed, Groups, Source
 
 WEIGHTS = " weights"  # name of the field of weights; the blank distinguishes it from users' fields
@@ -224,47 +222,21 @@ class PatchReader(Source):
             repr(([each.fingerprint for each in self.files.readers], self.plan.identity)).encode(), fields
         )
 
-    def cache_bytes(self, main: CacheSettings) -> int:
-        """Return 0, because volumes are read through HDF5 only if byte ranges are not possible."""
-        return 0
-
-    def direct_fields(self) -> tuple[dict[str, ByteReader], dict[str, str]]:
-        """Return the byte readers of fields, and the reason why each other field has none."""
-        volumes: dict[str, list[VolumeBytes]] = {name: [] for name in self.fields}
-        why: dict[str, str] = {}
-        for number, reader in enumerate(self.files.readers):
-            with opened(reader.path) as file:
-                reader.check_unchanged()
-                for name, each in self.volume_fields.items():
-                    try:
-                        for path in (dataset for where, dataset in each.datasets if where == number):
-                            sums = self.files.sums_of(number, path, name)
-                            volumes[name].append(VolumeBytes(reader.path, name, number, file[path], each, sums))
-                    except NotDirect as error:
-                        why.setdefault(name, f"{printable(reader.path)}: {error}")
-        return {name: PatchBytes(self, name, own) for name, own in volumes.items() if name not in why}, why
-
-    def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        assert isinstance(out, np.ndarray)
-        each = self.volume_fields[name]
-        volumes, starts = self.plan.boxes(rows)
-        low, high = each.boxes(starts)
-        for number in np.argsort(volumes, kind="stable").tolist():
-            volume = int(volumes[number])
-            shape = np.array(each.grids[volume].shape)
-            inside = [np.clip(bound[number], 0, shape) for bound in (low, high)]
-            file, path = each.datasets[volume]
-            values = self.files.read_box(
-                file, path, [slice(*pair) for pair in zip(*map(np.ndarray.tolist, inside), strict=True)]
-            )
-            where = tuple(slice(*pair) for pair in zip(*(bound - low[number] for bound in inside), strict=True))
-            out[number][where] = values
-            pad(out[number], low[number], shape, each.padding)
-        self.check_unchanged()
-
-    def close(self) -> None:
-        super().close()
-        self.files.close()
+    def field_readers(self, opening: Any, names: Collection[str]) -> dict[str, FieldReader]:
+        arrays: dict[str, dict[int, Arrays]] = {name: {} for name in names}  # by number of the volume
+        for number, source in enumerate(self.files.readers):
+            source.check_unchanged()
+            with opened(source.path) as file:
+                source.check_unchanged()
+                stored = opening.file(source, file, number)
+                for name in names:
+                    for volume, (of, dataset) in enumerate(self.volume_fields[name].datasets):
+                        if of == number:
+                            sums = self.files.sums_of(number, dataset, name)
+                            axes = len(self.volume_fields[name].box_shape())
+                            arrays[name][volume] = stored.arrays(name, dataset, axes=axes, sums=sums)
+        volumes = {name: [own[volume] for volume in sorted(own)] for name, own in arrays.items()}
+        return {name: PatchRows(name, self, Arrays.joined(own), opening.cache) for name, own in volumes.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "files": copy(self.files)}
@@ -318,8 +290,6 @@ def probe_volumes(path: Path, checksums: str, *opened_as: Any) -> None:
         for each in fields.values():
             for _, dataset in each.datasets:
                 check_chunks(file[dataset])
-                with suppress(NotDirect):
-                    VolumeBytes(path, each.name, 0, file[dataset], each)
 
 
 def open_volumes(

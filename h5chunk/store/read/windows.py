@@ -1,14 +1,14 @@
 """Read windows of frames as samples. A sample consists of several rows of each field of another reader, the frames.
 
 The reader of the frames lists chunks, verifies checksums and decodes. `WindowReader.rows_of` converts samples to rows.
-`WindowBytes` requests these rows in ascending order, so that a chunk is decoded once for all windows that are read
-together. To support another kind of sample that consists of rows, override ``rows_of``.
+`h5chunk.store.read.samples.WindowRows` requests these rows in ascending order, so that a chunk is decoded once for all
+windows that are read together. To support another kind of sample that consists of rows, override ``rows_of``.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,15 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.plan.selection import starts_of_runs
 from h5chunk.remote.mirror import Mirror
-from h5chunk.store.hdf5.ranges import ReadTask
-from h5chunk.store.read.csr import CsrBuffers
-from h5chunk.store.read.direct import ByteReader
 from h5chunk.store.read.fields import WINDOW, Field
+from h5chunk.store.read.samples import FieldReader, WindowRows
 from h5chunk.store.read.source import Computed, Groups, Source
 
 GOAL_STREAM = 128  # stream of the random numbers that choose goals
@@ -184,6 +182,15 @@ class WindowReader(Source):
             self._last[samples] + shift + self.extra[name],
         )
 
+    def samples_with(self, name: str, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the samples that may use some of the rows from ``starts`` to ``stops``: the first, and the end."""
+        steps, source = self.steps[name], self.source_of(name)
+        if name in self.futures or steps[-1] >= source.num_samples:  # a later frame of the episode
+            return np.zeros_like(starts), np.full_like(stops, self.num_samples)
+        rows = self.anchors + self.extra[name] * self.episodes
+        low = np.searchsorted(rows, starts - int(steps[-1]))
+        return low, np.maximum(np.searchsorted(rows, stops - int(steps[0])), low)
+
     def _future_rows(self, name: str, epochs: np.ndarray, samples: np.ndarray) -> np.ndarray:
         """Return the row of a random later frame of each sample's episode, or of its last frame: (n, 1) int64."""
         last = self._last[samples] + min(self.extra[each] for each in self.futures)  # at one time step for all fields
@@ -283,9 +290,13 @@ class WindowReader(Source):
         anchors, _, _ = self._limits(name, samples % self.num_samples)
         return self.rows_of(name, samples) != anchors[:, None] + self.steps[name]
 
-    def byte_reader(self, name: str, frames: ByteReader) -> ByteReader:
-        """Return the byte reader of a field's windows. ``frames`` is the byte reader of its frames."""
-        return WindowBytes(self, name, frames)
+    def field_readers(self, opening: Any, names: Collection[str]) -> dict[str, FieldReader]:
+        found: dict[str, FieldReader] = {}
+        for source in self.sources:
+            own = [name for name in names if name in source.fields]
+            frames = source.field_readers(opening, own)
+            found |= {name: WindowRows(name, self, field) for name, field in frames.items()}
+        return found
 
     @cached_property
     def fingerprint(self) -> int:
@@ -303,64 +314,10 @@ class WindowReader(Source):
         """Size in bytes of the distinct frames in a chunk of windows."""
         return self.frames.chunk_bytes * self._joined
 
-    def set_caches(self, main: CacheSettings) -> None:
-        """Set the caches of the frames. They hold as many chunks of frames as ``main`` holds chunks of windows."""
-        for source in self.sources:
-            grid = source.main.grid
-            bands = min(grid.num_bands, 2 + main.nbytes // max(1, self.frames.chunk_bytes)) if grid.chunks else 0
-            source.set_caches(grid.cache_for(bands))
-
-    def actual_caches(self) -> dict[str, CacheSettings]:
-        return {name: cache for source in self.sources for name, cache in source.actual_caches().items()}
-
-    def read(self, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
-        """Read samples of a field through HDF5, with each frame read only once."""
-        assert isinstance(out, np.ndarray)
-        frames, where = np.unique(self.rows_of(name, rows), return_inverse=True)
-        values = np.empty((len(frames), *out.shape[2:]), out.dtype)
-        self.source_of(name).read(name, frames, values)
-        out[...] = values[where.reshape(out.shape[:2])]
-
     def check_unchanged(self, descriptor: Any = None) -> None:
         for source in self.sources:
             source.check_unchanged(descriptor)
 
-    def close(self) -> None:
-        for source in self.sources:
-            source.close()
-
     def __getstate__(self) -> dict[str, Any]:
         sources = tuple(copy(source) for source in self.sources)
         return {**super().__getstate__(), "sources": sources, "frames": sources[self.sources.index(self.frames)]}
-
-
-class WindowBytes(ByteReader):
-    """A byte-range reader of the windows of one field. A field that is kept in memory is kept as frames."""
-
-    def __init__(self, reader: WindowReader, name: str, frames: ByteReader) -> None:
-        self.name, self._reader, self.frames = name, reader, frames
-        self.row_bytes, self.num_bytes = frames.row_bytes, frames.num_bytes
-        self.is_plain, self.chunks = frames.is_plain, frames.chunks
-
-    def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> Iterator[ReadTask]:
-        """Yield tasks as `ByteReader.tasks` does. Rows are sorted, because windows overlap."""
-        frames = self._reader.rows_of(self.name, rows)
-        places = destinations[:, None] * frames.shape[1] + np.arange(frames.shape[1])
-        order = np.argsort(frames, axis=None, kind="stable")
-        target = out.reshape(len(out) * frames.shape[1], self.row_bytes)
-        return self.frames.tasks(frames.ravel()[order], places.ravel()[order], target)
-
-    def read_all(self, descriptor: Any) -> np.ndarray:
-        return self.frames.read_all(descriptor)
-
-    def rows_of(self, samples: np.ndarray) -> np.ndarray:
-        return self._reader.rows_of(self.name, samples)
-
-    def bytes_read(self, rows: np.ndarray) -> int:
-        return self.frames.bytes_read(np.unique(self._reader.rows_of(self.name, rows)))
-
-    def forget(self) -> None:
-        self.frames.forget()
-
-    def scratch_bytes(self, num_threads: int) -> int:
-        return self.frames.scratch_bytes(num_threads)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from h5chunk.errors import FieldError, OptionError, check_whole, printable
+from h5chunk.store.read.field_readers import field_readers
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import ImagesField
-from h5chunk.store.read.several import direct_fields
 from h5chunk.store.read.source import Source
 
 CROP = 224  # height and width to which images of any size are cropped
@@ -47,7 +47,7 @@ def batch_bytes(reader: Source, sample_bytes: int) -> int:
 
 def why_not_direct(reader: Source) -> str:
     """Return the reason why a dense numeric field cannot be read by byte ranges; empty if all such fields can."""
-    for name, why in direct_fields(reader)[1].items():
+    for name, why in field_readers(reader)[1].items():
         field = reader.fields[name]
         if isinstance(field, Field) and field.dtype.kind != "S":
             return f"field {name!r} cannot be read by byte ranges ({why})"

@@ -10,9 +10,10 @@ import numpy as np
 
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.sources.decode_any import decode_any
-from h5chunk.store.read.csr import CsrBuffers
+from h5chunk.store.read.field_readers import read_into
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.ragged import ImagesField
+from h5chunk.store.read.samples import CsrBuffers
 from h5chunk.store.read.source import Source
 from h5chunk.tools.measure.checks import CROP
 from h5chunk.tools.measure.machine import threads_rate
@@ -33,7 +34,7 @@ def read_images(reader: Source, rows: np.ndarray) -> list[np.ndarray]:
     assert reader.ragged is not None
     starts = np.concatenate(([0], np.cumsum(reader.indptr[rows + 1] - reader.indptr[rows])))
     data = np.empty(int(starts[-1]), np.uint8)
-    reader.read(reader.ragged.name, rows, CsrBuffers(starts, data, None))
+    read_into(reader, reader.ragged.name, rows, CsrBuffers(starts, data, None))
     return [data[start:stop] for start, stop in itertools.pairwise(starts.tolist())]
 
 

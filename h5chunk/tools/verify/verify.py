@@ -254,7 +254,7 @@ def _disagreements(files: list[Path]) -> Iterator[str]:
         if len(shards) < 2:
             continue
         try:
-            open_reader(shards).close()
+            open_reader(shards)
         except H5ChunkError as error:
             yield f"its shards do not form one data set: {error}"
 

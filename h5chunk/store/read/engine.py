@@ -1,0 +1,470 @@
+"""Read boxes of arrays into memory: make the tasks, which native threads or Python threads run.
+
+There are three ways, and no more:
+
+- Raw rows (`row_tasks`): rows of a dataset that are runs of bytes are read directly to their places.
+- Raw parts: boxes of blocks without filters are read by runs of bytes or, if many boxes share a block, in one slab.
+- Coded blocks: a block is read, checked and decoded once, or found in the cache, and its parts are copied.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from operator import add
+from typing import Any
+
+import numpy as np
+
+from h5chunk.native import available, copy_boxes
+from h5chunk.store.hdf5.codecs import scratch
+from h5chunk.store.hdf5.ranges import (
+    MAX_VECTORS,
+    PART_BYTES,
+    Ranges,
+    ReadTask,
+    VectorTask,
+    read_bytes,
+    read_jobs,
+    row_tasks,
+    vector_tasks,
+    vectors_of,
+)
+from h5chunk.store.read.arrays import RAW, Arrays, Boxes, Parts
+from h5chunk.store.read.open_files import OpenFiles
+from h5chunk.store.read.through_hdf5 import Hdf5Files
+
+GAP_BYTES = 4 << 10  # smaller gaps between two rows are read, because skipping them would need another system call
+SLAB_BYTES = 8 << 20  # limit on the bytes of a raw block that are read at once for several boxes
+CACHE_BYTES = 256 << 20  # limit on the decoded blocks that are kept for all fields of a data set
+
+
+class _Kept:
+    def __init__(self, num_bytes: int) -> None:
+        self.lock, self.num_bytes = threading.Lock(), num_bytes
+        self.values: np.ndarray | None = None
+
+
+class BlockCache:
+    """The most recently used decoded blocks of all fields of a data set, of ``limit_bytes`` or a single block.
+
+    Any number of threads may use it. It also has each thread's buffers, and the files that HDF5 reads, which all fields
+    share.
+    """
+
+    def __init__(self, limit_bytes: int = 0) -> None:
+        self.limit_bytes, self.hdf5 = limit_bytes, Hdf5Files()
+        self.forget()
+
+    def forget(self) -> None:
+        """Free all memory, and replace the locks that threads of a forked parent may hold."""
+        self.hdf5.close()
+        self.local = threading.local()
+        self._lock, self._num_bytes = threading.Lock(), 0
+        self._blocks: OrderedDict[tuple[int, int], _Kept] = OrderedDict()
+
+    def get(self, key: tuple[int, int], num_bytes: int, read: Callable[[np.ndarray], None]) -> np.ndarray:
+        """Return a decoded block, (num_bytes,) uint8. ``read`` fills it if it is not kept."""
+        with self._lock:
+            if key not in self._blocks:
+                self._blocks[key] = _Kept(num_bytes)
+                self._num_bytes += num_bytes
+            kept = self._blocks[key]
+            self._blocks.move_to_end(key)
+            while self._num_bytes > self.limit_bytes and len(self._blocks) > 1:
+                self._num_bytes -= self._blocks.popitem(last=False)[1].num_bytes
+        with kept.lock:  # other threads wait for the one that decodes the block
+            if kept.values is None:
+                values = np.empty(num_bytes, np.uint8)
+                read(values)
+                kept.values = values
+        return kept.values
+
+
+class BoxReader:
+    """Makes the tasks that read boxes of some arrays."""
+
+    def __init__(self, arrays: Arrays, cache: BlockCache) -> None:
+        self.arrays, self.cache = arrays, cache
+        self._checks = [origin.checks for origin in arrays.origins if origin.checks is not None]
+
+    @property
+    def has_checks(self) -> bool:
+        """Whether blocks must still be compared with their checksums."""
+        return bool(self._checks) and not all(checks.are_done for checks in self._checks)
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether `rows` reads any rows with tasks that do not depend on them, from a single file."""
+        return len(self.arrays) == 1 and self.arrays.is_raw and self.arrays.num_axes == 1 and not self.has_checks
+
+    # --- raw rows ------------------------------------------------------------------------------------------------
+
+    def rows(
+        self,
+        array: np.ndarray,
+        rows: np.ndarray,
+        destinations: np.ndarray,
+        out: np.ndarray,
+        counts: np.ndarray | None = None,
+    ) -> Iterator[ReadTask]:
+        """Yield tasks that read item ``rows[i]`` of array ``array[i]`` to item ``destinations[i]`` of ``out``.
+
+        The arrays must be raw, and have one axis. With ``counts``, ``rows[i]`` is the first of ``counts[i]`` items.
+        """
+        arrays = self.arrays
+        if len(arrays) > 1 and self.has_checks:  # each array has its own checksums
+            for number, own in _groups(array):
+                one, own_counts = BoxReader(arrays.only(number), self.cache), None if counts is None else counts[own]
+                yield from one.rows(np.zeros(len(rows[own]), np.int64), rows[own], destinations[own], out, own_counts)
+            return
+        block = arrays.block[array, 0] if len(arrays) > 1 else arrays.block[0, 0]
+        if counts is not None and len(arrays.blocks.offset) > 1 and (rows % block + counts > block).any():
+            nothing = np.zeros(len(rows), np.int64)
+            boxes = Boxes(array, rows[:, None], (rows + counts)[:, None], nothing, destinations[:, None])
+            yield from self._raw_runs(arrays.cut(boxes), items_of(out.reshape(-1), arrays.item_bytes, (1, -1)))
+            return
+        if len(arrays) == 1:
+            yield from self._rows_of_one(rows, destinations, out, counts)
+            return
+        number = arrays.first[array] + rows // block
+        offsets = arrays.blocks.offset[number] + rows % block * arrays.item_bytes
+        for file, own in _groups(arrays.blocks.file[number]):
+            blocks, own_counts = (offsets[own], 1, arrays.item_bytes), None if counts is None else counts[own]
+            numbers = np.arange(len(blocks[0]))
+            yield from row_tasks(blocks, numbers, own_counts, destinations[own], out, self._at(file), file)
+
+    def _rows_of_one(
+        self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray, counts: np.ndarray | None
+    ) -> Iterator[ReadTask]:
+        """Yield the tasks of `rows` for a single array, none of whose runs of items crosses the border of a block."""
+        arrays, origin = self.arrays, self.arrays.origins[0]
+        blocks, checks = (arrays.blocks.offset, int(arrays.block[0, 0]), arrays.item_bytes), origin.checks
+        if checks is None or checks.are_done:
+            yield from row_tasks(blocks, rows, counts, destinations, out, origin.at, origin.file)
+            return
+        whole = checks.are_read_whole(rows) if counts is None else np.zeros(len(rows), bool)
+        sizes = np.full(int(whole.sum()), arrays.item_bytes)
+        vectors = vectors_of(sizes, destinations[whole] * arrays.item_bytes, out)
+        yield from checks.whole_tasks(rows[whole], vectors, out)
+        if not whole.all():
+            rows, destinations = rows[~whole], destinations[~whole]
+            counts = None if counts is None else counts[~whole]
+            yield from checks.tasks(checks.of_rows(rows, counts))
+            yield from row_tasks(blocks, rows, counts, destinations, out, origin.at, origin.file)
+
+    # --- boxes ---------------------------------------------------------------------------------------------------
+
+    def boxes(
+        self, boxes: Boxes, out: np.ndarray, keeps: bool | None = None, at_end: Callable[[], None] | None = None
+    ) -> Iterator[ReadTask]:
+        """Yield tasks that read boxes into ``out``, (n, *element shape) of items, C-contiguous.
+
+        ``keeps`` is whether decoded blocks are kept in the cache. By default, those are that are used only in part.
+        ``at_end`` is called after the last task.
+        """
+        parts = self.arrays.cut(boxes)
+        if not len(parts.block):
+            return
+        array = self.arrays.array_of(parts.block)
+        raw = self.arrays.codec[array] == RAW
+        runs = raw & self._are_runs(parts, array, out) if raw.any() else raw
+        tasks: list[ReadTask] = []
+        if runs.any():
+            tasks += self._raw_runs(parts.some(runs), out)
+        if not runs.all():
+            tasks += self._block_tasks(parts.some(~runs), raw[~runs], out, keeps)
+        yield from tasks if at_end is None else _with_end(tasks, at_end)
+
+    def _are_runs(self, parts: Parts, array: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Return which parts are one run of bytes in a raw block and in the output.
+
+        In such a part, all axes after one axis are complete, and all axes before it have the length 1.
+        """
+        axes = self.arrays.num_axes
+        length = parts.table[:, 1 + 2 * axes :]
+        is_whole = (length == self.arrays.block[array]) & (length == np.array(out.shape[1:]))
+        runs, are_whole = np.zeros(len(length), bool), np.ones(len(length), bool)
+        for axis in reversed(range(axes)):
+            runs |= are_whole & (length[:, :axis] == 1).all(axis=1)
+            are_whole &= is_whole[:, axis]
+        return runs
+
+    def _raw_runs(self, parts: Parts, out: np.ndarray) -> Iterator[ReadTask]:
+        arrays, axes, item = self.arrays, self.arrays.num_axes, self.arrays.item_bytes
+        first, place = parts.table[:, 1 : 1 + axes], parts.table[:, 1 + axes : 1 + 2 * axes]
+        block = arrays.block[arrays.array_of(parts.block)] if len(arrays) > 1 else arrays.block
+        steps = np.ones_like(block)  # items from one index to the next in a block, along each axis
+        steps[:, :-1] = np.cumprod(block[:, :0:-1], axis=1)[:, ::-1]
+        out_steps = np.cumprod([1, *out.shape[:0:-1]])[::-1]  # the same in the output, whose first axis are elements
+        places = parts.table[:, 0] * out_steps[0] + place @ out_steps[1:]
+        offsets = arrays.blocks.offset[parts.block] + (first * steps).sum(axis=1) * item
+        sizes, memory = parts.sizes * item, out.reshape(-1).view(np.uint8)
+        for file, own in _groups(arrays.blocks.file[parts.block]):
+            yield from self._check_tasks(parts.some(own))
+            yield from vector_tasks(offsets[own], sizes[own], places[own] * item, memory, self._at(file), file)
+
+    def _check_tasks(self, parts: Parts) -> Iterator[ReadTask]:
+        """Yield tasks that verify the chunks of these parts which have not been verified."""
+        if not self.has_checks:
+            return
+        arrays = self.arrays
+        numbers = np.searchsorted(arrays.origin_starts, parts.block, "right") - 1
+        for number, own in _groups(numbers):
+            checks = arrays.origins[number].checks
+            if checks is not None:
+                blocks = np.unique(parts.block[own] - arrays.origin_starts[number])
+                yield from checks.tasks(arrays.origins[number].chunks(blocks))
+
+    def _block_tasks(self, parts: Parts, raw: np.ndarray, out: np.ndarray, keeps: bool | None) -> Iterator[ReadTask]:
+        arrays, firsts = self.arrays, parts.firsts
+        sizes = parts.sizes
+        is_whole = np.add.reduceat(sizes, firsts) >= arrays.items_in(parts.block[firsts])
+        if keeps is not None:
+            is_whole[:] = not keeps
+        cost = np.zeros(len(sizes), np.int64)  # bytes that are read for each part; a decoded block counts once
+        cost[raw] = sizes[raw] * arrays.item_bytes
+        coded = firsts[~raw[firsts]]
+        cost[coded] = arrays.block_bytes[arrays.array_of(parts.block[coded])]
+        ends = np.cumsum(cost) // PART_BYTES
+        begins = np.flatnonzero(np.diff(ends[firsts], prepend=-1) > 0)  # the blocks at which tasks begin
+        for begin, end in pairwise([*begins.tolist(), len(firsts)]):
+            low, high = firsts[begin], firsts[end] if end < len(firsts) else len(sizes)
+            yield BlockTask(self, parts.some(slice(low, high)), is_whole[begin:end], out)
+
+    def _at(self, file: int) -> Callable[[int], str]:
+        return lambda offset: self.arrays.at(file, offset)
+
+    # --- coded blocks --------------------------------------------------------------------------------------------
+
+    def block(self, files: OpenFiles, block: int, array: int, *, is_whole: bool) -> np.ndarray:
+        """Read and decode a block of an array: (n,) uint8, valid until this thread's next call.
+
+        ``is_whole`` means that all of the block is used now. Otherwise, the decoded block is kept.
+        """
+        codec = self.arrays.codecs[self.arrays.codec[array] - 1]
+        num_bytes = int(self.arrays.block_bytes[array])
+        if is_whole:
+            values = scratch(self.cache.local, "decoded", num_bytes)
+            self._decode(files, block, codec, values)
+            return values
+        return self.cache.get((id(self), block), num_bytes, lambda values: self._decode(files, block, codec, values))
+
+    def _decode(self, files: OpenFiles, block: int, codec: Any, values: np.ndarray) -> None:
+        arrays = self.arrays
+        origin, number = arrays.origin_of(block)
+        offset, size = int(arrays.blocks.offset[block]), int(arrays.blocks.size[block])
+        file = int(arrays.blocks.file[block])
+        if offset < 0:
+            if origin.checks is not None:
+                with files.opened(file) as descriptor:
+                    origin.checks.check(descriptor, origin.chunks(np.array([number])))
+            codec.fill(number, values)
+            return
+        stored = scratch(self.cache.local, "stored", size)
+        where = origin.block(number)
+        with files.opened(file) as descriptor:
+            read_bytes(descriptor, offset, stored.data, lambda _: where)
+            if origin.checks is not None:
+                chunk = int(origin.chunks(np.array([number]))[0])
+                if size == origin.checks.table.sizes[chunk]:
+                    origin.checks.check_stored(chunk, stored)
+                else:  # the block is a part of the chunk
+                    origin.checks.check(descriptor, np.array([chunk]))
+        codec.decode(stored, int(arrays.blocks.mask[block]), values, where)
+
+
+class BlockTask:
+    """A task that reads the parts of boxes in some blocks, and copies them to the output."""
+
+    def __init__(self, reader: BoxReader, parts: Parts, is_whole: np.ndarray, out: np.ndarray) -> None:
+        self._reader, self._parts, self._is_whole, self._out = reader, parts, is_whole, out
+
+    @property
+    def ranges(self) -> Iterator[tuple[int, Ranges]]:
+        """The byte ranges that the task reads, by number of the file."""
+        blocks = self._reader.arrays.blocks
+        numbers = self._parts.block[self._parts.firsts]
+        numbers = numbers[blocks.offset[numbers] >= 0]
+        for file, own in _groups(blocks.file[numbers]):
+            yield file, (blocks.offset[numbers[own]], blocks.size[numbers[own]])
+
+    def __call__(self, files: OpenFiles) -> None:
+        arrays, used = self._reader.arrays, set[int]()
+        for (block, table), is_whole in zip(self._parts.by_block(), self._is_whole.tolist(), strict=True):
+            array = int(arrays.array_of(np.array([block]))[0])
+            used.add(int(arrays.blocks.file[block]))
+            if arrays.codec[array] == RAW:
+                RawBlock(self._reader, block, array).read(files, table, self._out)
+            else:
+                values = self._reader.block(files, block, array, is_whole=is_whole)
+                copy_parts(items_of(values, arrays.item_bytes, arrays.block[array]), table, self._out)
+        for file in used:
+            files.check(file)
+
+
+def items_of(values: np.ndarray, item_bytes: int, shape: Iterable[int]) -> np.ndarray:
+    """Return bytes as an array of items, which NumPy and C copy without looking into them."""
+    return values.view(f"V{item_bytes}").reshape(*map(int, shape))
+
+
+class RawBlock:
+    """A block without filters, of which boxes are read by runs of bytes."""
+
+    def __init__(self, reader: BoxReader, block: int, array: int) -> None:
+        arrays = reader.arrays
+        self._reader, self._block, self._item = reader, block, arrays.item_bytes
+        self._shape, self._offset = arrays.block[array], int(arrays.blocks.offset[block])
+        self._file = int(arrays.blocks.file[block])
+        self._origin, self._number = arrays.origin_of(block)
+
+    def read(self, files: OpenFiles, table: np.ndarray, out: np.ndarray) -> None:
+        """Read parts of the block. All are read in one slab if that is less work than reading them one by one."""
+        axes, item = len(self._shape), self._item
+        if self._origin.checks is not None:
+            with files.opened(self._file) as descriptor:
+                self._origin.checks.check(descriptor, self._origin.chunks(np.array([self._number])))
+        first, length = table[:, 1 : 1 + axes], table[:, 1 + 2 * axes :]
+        low, shape = first.min(axis=0), (first + length).max(axis=0)
+        low[-1], shape[-1] = 0, self._shape[-1]
+        shape -= low
+        num_bytes = int(shape.prod()) * item
+        runs = np.minimum(length[:, -1] * item + GAP_BYTES, shape[-1] * item)
+        one_by_one = (length[:, :-1].prod(axis=1) * runs).sum()
+        if num_bytes > SLAB_BYTES or num_bytes + length.prod(axis=1).sum() * item > one_by_one:
+            for row in table.tolist():
+                self._vectors(row, out[row[0]])(files)
+            return
+        slab = scratch(self._reader.cache.local, "slab", num_bytes)
+        axis, steps = axes - 1, item * np.cumprod([1, *self._shape[:0:-1]])[::-1]
+        while axis > 0 and shape[axis] == self._shape[axis]:
+            axis -= 1
+        run = int(shape[axis:].prod()) * item
+        # the offset of each run of the slab: all sums of multiples of the outer axes' steps
+        offsets = np.array(self._offset + low @ steps)
+        for step, count in zip(steps[:axis], shape[:axis], strict=True):
+            offsets = np.add.outer(offsets, np.arange(count) * step)
+        offsets = offsets.reshape(-1)
+        starts = np.arange(len(offsets)) * run
+        for task in vector_tasks(offsets, np.full(len(offsets), run), starts, slab, self._at, self._file):
+            task(files)
+        moved = table.copy()
+        moved[:, 1 : 1 + axes] -= low
+        copy_parts(items_of(slab, item, shape), moved, out)
+
+    def _at(self, offset: int) -> str:
+        return self._origin.at(offset)
+
+    def _vectors(self, row: list[int], out: np.ndarray) -> VectorTask:
+        """Return the task that reads one part of the block to ``out``, the memory of the element."""
+        axes, run = len(self._shape), self._item
+        first, place, length = row[1 : 1 + axes], row[1 + axes : 1 + 2 * axes], row[1 + 2 * axes :]
+        while axes > 1 and length[axes - 1] == self._shape[axes - 1] == out.shape[axes - 1]:
+            axes -= 1
+            run *= out.shape[axes]
+        steps, offset = [run], run * first[axes - 1]  # in the block
+        strides, address = [run], out.ctypes.data + run * place[axes - 1]
+        for axis in reversed(range(axes - 1)):
+            steps.insert(0, steps[0] * int(self._shape[axis + 1]))
+            strides.insert(0, strides[0] * out.shape[axis + 1])
+            offset, address = offset + steps[0] * first[axis], address + strides[0] * place[axis]
+        offsets = _sums(offset + self._offset, steps[:-1], length[: axes - 1])
+        addresses = _sums(address, strides[:-1], length[: axes - 1])
+        run *= length[axes - 1]
+        together = length[axes - 2] if axes > 1 and 0 <= steps[axes - 2] - run <= GAP_BYTES else 1
+        gap = steps[axes - 2] - run if together > 1 else 0
+        together = min(together, MAX_VECTORS // 2)
+        return _gapped_task(offsets, addresses, (run, gap, together), out, self._at, self._file)
+
+
+def _sums(start: int, steps: Iterable[int], counts: list[int]) -> np.ndarray:
+    """Return ``start`` plus multiples of all ``steps``, from 0 to below ``counts``: (n, counts[-1]), in C order."""
+    total = np.array(start)
+    for step, count in zip(steps, counts, strict=True):
+        total = np.add.outer(total, np.arange(count) * step)
+    return total.reshape(-1, counts[-1] if counts else 1)
+
+
+def _gapped_task(
+    offsets: np.ndarray,
+    addresses: np.ndarray,
+    run_gap_together: tuple[int, int, int],
+    out: np.ndarray,
+    where: Callable[[int], str],
+    file: int,
+) -> VectorTask:
+    """Return a task that reads runs of bytes. One system call reads ``together`` runs and the gaps between them."""
+    run, gap, together = run_gap_together
+    unused = np.empty(max(1, gap), np.uint8)
+    vectors = np.empty((*offsets.shape, 2, 2), np.uintp)
+    vectors[..., 0, 0], vectors[..., 0, 1] = addresses, run
+    vectors[..., 1, 0], vectors[..., 1, 1] = unused.ctypes.data, gap
+    firsts = np.arange(0, offsets.shape[1], together)
+    counts = np.minimum(together, offsets.shape[1] - firsts)
+    first = (np.arange(offsets.shape[0])[:, None] * offsets.shape[1] + firsts).ravel() * 2
+    count = np.tile(counts * 2 - 1, offsets.shape[0])
+    sizes = np.tile(counts * run + (counts - 1) * gap, offsets.shape[0])
+    flat = vectors.reshape(-1, 2)
+    jobs = read_jobs(flat, first, count, offsets[:, firsts].ravel(), sizes)
+    return VectorTask(jobs, flat, (out, unused), where, file)
+
+
+def copy_parts(values: np.ndarray, table: np.ndarray, out: np.ndarray) -> None:
+    """Copy parts of an array of items, as described by `Parts`, to elements, (n, *shape) of the same items."""
+    if available():
+        copy_boxes(values, table, out)
+        return
+    axes = values.ndim
+    if axes == 1 and (table[:, 3] == 1).all():
+        out.reshape(-1)[table[:, 0] * out.shape[1] + table[:, 2]] = values[table[:, 1]]
+        return
+    for element, *row in table.tolist():
+        first, place, length = row[:axes], row[axes : 2 * axes], row[2 * axes :]
+        inside, where = (tuple(map(slice, begin, map(add, begin, length))) for begin in (first, place))
+        out[element][where] = values[inside]
+
+
+def _groups(keys: np.ndarray) -> Iterator[tuple[int, Any]]:
+    """Yield each distinct key, ascending, and the positions at which it occurs, ascending."""
+    if not len(keys):
+        return
+    if (keys == keys[0]).all():
+        yield int(keys[0]), slice(None)
+        return
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=ordered[0] - 1))
+    for start, stop in pairwise([*starts.tolist(), len(keys)]):
+        yield int(ordered[start]), order[start:stop]
+
+
+def _with_end(tasks: list[ReadTask], at_end: Callable[[], None]) -> Iterator[ReadTask]:
+    """Yield tasks, the last of which to end, in any thread, calls ``at_end``."""
+    lock, left = threading.Lock(), [len(tasks)]
+
+    def run(task: ReadTask, files: OpenFiles) -> None:
+        task(files)
+        with lock:
+            left[0] -= 1
+            is_last = not left[0]
+        if is_last:
+            at_end()
+
+    for task in tasks:
+        yield EndedTask(task, run)
+
+
+class EndedTask:
+    """A task that calls a function with another task, which it runs in a Python thread."""
+
+    def __init__(self, task: Any, run: Callable[[Any, OpenFiles], None]) -> None:
+        self._task, self._run = task, run
+
+    @property
+    def ranges(self) -> Iterator[tuple[int, Ranges]]:
+        return self._task.ranges
+
+    def __call__(self, files: OpenFiles) -> None:
+        self._run(self._task, files)

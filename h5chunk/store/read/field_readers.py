@@ -1,0 +1,233 @@
+"""Make the readers of a source's fields from what each of its files stores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FileError, printable
+from h5chunk.store.hdf5.chunk_table import NotDirect
+from h5chunk.store.hdf5.open import same_file
+from h5chunk.store.hdf5.types import element_of
+from h5chunk.store.read.arrays import Arrays
+from h5chunk.store.read.checksums import Sums
+from h5chunk.store.read.engine import CACHE_BYTES, BlockCache
+from h5chunk.store.read.open_files import OpenFiles
+from h5chunk.store.read.samples import CsrBuffers, Elements, EncodedRows, FieldReader, Part, Rows, Runs, Texts
+from h5chunk.store.read.source import Source
+from h5chunk.store.read.stored import dataset_arrays, has_tiny_chunks
+from h5chunk.store.read.through_hdf5 import hdf5_arrays
+
+TINY = "its chunks are tiny"
+AUTO, DIRECT, H5PY = "auto", "direct", "h5py"  # ways to read: the faster one, without HDF5, or only with HDF5
+WHOLE_ROW_BYTES = 1 << 10  # fields with rows of at most this size are kept in memory
+WHOLE_BYTES = 64 << 20  # unless the field is larger than this
+NOTABLE = 1.01  # read amplification above this is reported
+
+
+@dataclass
+class Opening:
+    """How fields are opened: what they share, the way to read them, and why some of them need HDF5."""
+
+    cache: BlockCache
+    way: str = AUTO
+    why: dict[str, str] = field(default_factory=dict)
+
+    def arrays(
+        self,
+        file: OpenStored,
+        name: str,
+        dataset: str,
+        part: str = "",
+        indptr: np.ndarray | None = None,
+        *,
+        member: Sequence[str] = (),
+        axes: int = 1,
+        sums: Sums | None = None,
+    ) -> Arrays:
+        """Describe a dataset of an open file as an array, which HDF5 reads if it must.
+
+        ``sums`` has the checksums to verify. Default: those of the file's source.
+        """
+        item, full = file.file[dataset], f"{name}/{part}" if part else name
+        path, sums = file.path, file.source.sums if sums is None else sums
+        element = element_of(item, f"{printable(path)}: {dataset!r}", member)
+        reason = "requested by reader='h5py'"
+        if self.way != H5PY:
+            try:
+                if not same_file(item, file.file):
+                    raise NotDirect("it is in another file, to which a link refers")
+                arrays = dataset_arrays(path, full, file.number, item, element, sums, indptr, axes=axes)
+            except NotDirect as error:
+                reason = str(error)
+            else:
+                num_bytes = item.size * element.num_bytes
+                is_small = num_bytes <= WHOLE_BYTES and num_bytes <= WHOLE_ROW_BYTES * len(item)
+                if self.way == DIRECT or is_small or not has_tiny_chunks(arrays):
+                    return arrays
+                reason = TINY
+        self.why.setdefault(name, reason)
+        about = full, file.number, item, dataset, element, sums, indptr, self.cache.hdf5, file.source.check_unchanged
+        return hdf5_arrays(path, *about, axes=axes)
+
+    def file(self, source: Source, file: h5py.File, number: int) -> OpenStored:
+        """Return an open file of a source. ``number`` is its number in the data set."""
+        return OpenStored(self, source, file, number)
+
+    def joined(self, source: Source, names: Collection[str]) -> dict[str, FieldReader]:
+        """Return the readers of fields whose samples are those of all files, one after the other."""
+        parts: dict[str, list[tuple[int, Part]]] = {name: [] for name in names}
+        for number, each in enumerate(source.readers):
+            if each.num_samples:
+                for name, part in each.stored_parts(self, number, names).items():
+                    parts[name].append((int(source.starts[number]), part))
+        return {name: _joined(name, source.fields[name], own, self.cache) for name, own in parts.items()}
+
+
+@dataclass
+class OpenStored:
+    """An open file of a source, whose fields are described as arrays. See `h5chunk.store.read.samples.StoredFile`."""
+
+    opening: Opening
+    source: Source
+    file: h5py.File
+    number: int
+
+    @property
+    def path(self) -> Path:
+        return self.source.path
+
+    @property
+    def indptr(self) -> np.ndarray:
+        return self.source.indptr
+
+    def arrays(self, name: str, dataset: str, part: str = "", indptr: np.ndarray | None = None, **how: Any) -> Arrays:
+        return self.opening.arrays(self, name, dataset, part, indptr, **how)
+
+
+def field_readers(
+    source: Source, way: str = AUTO, names: Collection[str] | None = None
+) -> tuple[dict[str, FieldReader], dict[str, str]]:
+    """Return the readers of a source's fields, and the reasons why some of them are read through HDF5.
+
+    ``names`` are the fields to read; default: all. Raises FileError if a file is damaged or was changed.
+    """
+    opening = Opening(BlockCache(), way)
+    wanted = source.fields if names is None else names
+    fields = source.field_readers(opening, wanted) if source.num_samples else {}
+    opening.cache.limit_bytes = min(CACHE_BYTES, sum(each.kept_bytes for each in fields.values()))
+    return fields, opening.why
+
+
+def _joined(name: str, field: Any, parts: Sequence[tuple[int, Part]], cache: BlockCache) -> FieldReader:
+    filled = [part for _, part in parts if part.arrays]  # a matrix without entries has no arrays
+    first = filled[0] if filled else parts[0][1]
+    arrays = [Arrays.joined([part.arrays[number] for part in filled]) for number in range(len(first.arrays))]
+    reader: FieldReader
+    if first.kind is Rows:
+        starts = [start + (np.zeros(1, np.int64) if part.starts is None else part.starts) for start, part in parts]
+        reader = Rows(name, arrays[0], np.concatenate(starts), field.grid.shape[0], cache)
+    elif first.kind is Elements:
+        reader = Elements(name, arrays[0], first.sizes is not None, first.step_items, cache)
+    elif first.kind is Texts:
+        reader = Texts(name, arrays[0], first.step_items, field.dtype.itemsize, cache)
+    else:
+        tables = [part.indptr for _, part in parts if part.indptr is not None]
+        firsts = np.cumsum([0, *(int(table[-1]) for table in tables)])
+        indptr = tables[0]
+        if len(tables) > 1:
+            indptr = np.concatenate([[0], *(table[1:] + start for table, start in zip(tables, firsts, strict=False))])
+        own = [start for start, (_, part) in zip(firsts.tolist(), parts, strict=False) if part.arrays]
+        reader = Runs(name, arrays, indptr, np.array(own or [0]), first.step_items, cache)
+    if not first.texts:
+        return reader
+    sizes = np.concatenate([part.sizes for _, part in parts if part.sizes is not None])
+    borders = np.concatenate([start + part.text_starts for start, part in parts if part.text_starts is not None])
+    return EncodedRows(reader, sizes, field, [text for _, part in parts for text in part.texts], borders)
+
+
+def read_rows(source: Source, name: str, rows: np.ndarray) -> np.ndarray:
+    """Read samples of a field whose samples do not differ in length: (n, *sample_shape) of the field's dtype."""
+    field = source.fields[name]
+    values = np.zeros((len(rows), *field.sample_shape), field.dtype)
+    if values.size:
+        read_into(source, name, rows, values.reshape(len(rows), -1).view(np.uint8))
+    return values
+
+
+def read_into(source: Source, name: str, rows: np.ndarray, out: np.ndarray | CsrBuffers) -> None:
+    """Read samples into memory, as `FieldReader.tasks` describes it."""
+    fields, _ = field_readers(source, names=[name])
+    order = np.argsort(rows, kind="stable")
+    with closing(OpenFiles(source)) as files:
+        try:
+            for task in fields[name].tasks(rows[order], order, out) if len(rows) else ():
+                task(files)
+        finally:
+            fields[name].cache.forget()
+            source.check_unchanged()
+
+
+def is_small_field(field: FieldReader) -> bool:
+    """Return whether a field is small enough to be read once and kept in memory."""
+    return field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
+
+
+def read_small_fields(
+    fields: Mapping[str, FieldReader],
+    descriptions: Mapping[str, Any],
+    files: OpenFiles,
+    check: Callable[[], None],
+    max_bytes: float = math.inf,
+) -> dict[str, np.ndarray]:
+    """Read the small fields that are kept in memory, and return them by name. Each has at most ``max_bytes``.
+
+    If reading fails, ``check`` is called first, which raises an error if the file was changed. If reading succeeds, the
+    caller must call ``check``.
+    """
+    found = {}
+    try:
+        for name, each in fields.items():
+            if is_small_field(each) and each.num_bytes <= max_bytes:
+                stored = descriptions[name]
+                found[name] = each.read_all(files).view(stored.dtype).reshape(-1, *stored.sample_shape)
+    except (FileError, ValueError, OSError):
+        check()
+        raise
+    return found
+
+
+def scratch_bytes(fields: Collection[FieldReader], num_threads: int) -> int:
+    """Return how many bytes of memory threads need for blocks, in addition to the samples themselves."""
+    kept = next((each.cache.limit_bytes for each in fields), 0)
+    return num_threads * max((each.thread_bytes for each in fields), default=0) + kept
+
+
+def read_amplification(
+    source: Source, rows: np.ndarray | None, fields: Mapping[str, FieldReader], in_memory: Collection[str] = ()
+) -> float:
+    """Return the ratio of bytes read to bytes used for these samples, or 1.0 if ``rows`` is empty or None.
+
+    Bytes are counted after decoding, and each block counts once, as if a cache held all open blocks. Fields in
+    ``in_memory`` do not count.
+    """
+    names = [name for name in fields if name not in in_memory]
+    used = 0 if rows is None else sum(_bytes_of(source, name, rows) for name in names)
+    if rows is None or not used:
+        return 1.0
+    return sum(fields[name].bytes_read(rows) for name in names) / used
+
+
+def _bytes_of(source: Source, name: str, rows: np.ndarray) -> int:
+    """Return the number of bytes of these samples of a field. Repeated samples are counted repeatedly."""
+    field = source.fields[name]
+    if field is source.ragged:
+        return int((source.indptr[rows + 1] - source.indptr[rows]).sum()) * source.ragged.entry_bytes
+    return len(rows) * field.grid.sample_bytes

@@ -1,0 +1,136 @@
+"""The open files of a data set, which any number of threads may read, and what is held of remote ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from h5chunk.errors import FileError
+from h5chunk.remote.countdown import Countdown
+from h5chunk.remote.mirror import Descriptor, Hold, Mirror
+from h5chunk.store.hdf5.ranges import Ranges, open_descriptor
+
+MAX_OPEN = 64  # files of one source that may stay open
+
+
+class OpenFiles:
+    """The files of a `h5chunk.store.read.source.Source`. Each is opened at its first use, and stays open.
+
+    If there are several files, each task checks that its files are unchanged. A single file is checked by the caller.
+    If there are so many that the system may not keep them all open, a file is opened whenever it is used.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._files = [
+            (each.path_of(number), each, number) for each in source.readers for number in range(each.num_files)
+        ]
+        self.are_several = len(self._files) > 1
+        self._stay_open = all(each.num_files <= MAX_OPEN for each in source.readers)
+        first: dict[Path, int] = {}  # sources may be parts of the same file, whose descriptor they share
+        self._first = [first.setdefault(path, number) for number, (path, _, _) in enumerate(self._files)]
+        self._open: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def descriptor(self, number: int) -> int:
+        """Return the descriptor of a file, which stays open. Raises FileError if it cannot be opened or has changed."""
+        number = self._first[number]
+        descriptor = self._open.get(number)
+        if descriptor is None:
+            with self._lock:
+                descriptor = self._open.get(number)
+                if descriptor is None:
+                    descriptor = self._open[number] = self._open_checked(number)
+        return descriptor
+
+    @contextmanager
+    def opened(self, number: int) -> Iterator[int]:
+        """Return the descriptor of a file in a context."""
+        if self._stay_open:
+            yield self.descriptor(number)
+            return
+        descriptor = self._open_checked(number)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def check(self, number: int) -> None:
+        """Raise FileError if one of several files was changed or replaced."""
+        if self.are_several:
+            _, source, own = self._files[number]
+            source.check_file(own)
+
+    def use_local_copies(self) -> None:
+        """Read the local copies of remote objects as they are, because all of their bytes are held elsewhere."""
+        for number in set(self._first):
+            self._open[number] = int(self.descriptor(number))
+
+    def close(self) -> None:
+        """Close the files. No task may be running."""
+        opened, self._open = self._open, {}
+        for descriptor in opened.values():
+            os.close(descriptor)
+
+    def _open_checked(self, number: int) -> int:
+        path, source, own = self._files[number]
+        try:
+            descriptor = open_descriptor(path)
+        except FileError as error:
+            raise with_remedy(error, len(self._files)) from error.__cause__
+        try:
+            source.check_file(own, descriptor)
+        except FileError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+def with_remedy(error: FileError, num_files: int) -> FileError:
+    """Return the error. If too many files are open, add a remedy to it."""
+    if os.strerror(errno.EMFILE) not in str(error):
+        return error
+    return FileError(f"{error}. Raise the limit with ulimit -n, or combine the {num_files} files into fewer ones")
+
+
+def remote_ranges(tasks: Iterable[Any], files: OpenFiles) -> dict[Mirror, Ranges]:
+    """Return the byte ranges that tasks read from remote objects."""
+    by_mirror: dict[Mirror, list[Ranges]] = {}
+    for task in tasks:
+        for number, ranges in task.ranges:
+            descriptor = files.descriptor(number)
+            if isinstance(descriptor, Descriptor):
+                by_mirror.setdefault(descriptor.mirror, []).append(ranges)
+    return {
+        mirror: (np.concatenate([each[0] for each in ranges]), np.concatenate([each[1] for each in ranges]))
+        for mirror, ranges in by_mirror.items()
+    }
+
+
+def hold_ranges(ranges: Mapping[Mirror, Ranges], then: Callable[[FileError | None], None]) -> list[Hold]:
+    """Hold byte ranges of remote objects. ``then`` is called with None once they are local, or with an error."""
+    joint = Countdown[FileError | None](then)
+    holds = [mirror.hold(offsets, sizes, joint.add()) for mirror, (offsets, sizes) in ranges.items()]
+    joint.end(None)
+    return holds
+
+
+@contextmanager
+def held_ranges(ranges: Mapping[Mirror, Ranges]) -> Iterator[None]:
+    """Fetch byte ranges of remote objects, and hold them within a context. Raises FileError if fetching fails."""
+    future = Future[FileError | None]()
+    holds = hold_ranges(ranges, future.set_result)
+    try:
+        if (error := future.result()) is not None:
+            raise error
+        yield
+    finally:
+        for hold in holds:
+            hold.close()

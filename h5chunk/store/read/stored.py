@@ -1,0 +1,222 @@
+"""Describe datasets as arrays of blocks: their chunks, or blocks into which a contiguous dataset is divided."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FileError, human_bytes, printable
+from h5chunk.store.hdf5.chunk_table import ChunkTable, NotDirect, list_chunks
+from h5chunk.store.hdf5.codecs import ChunkDecoder, DecodeError, NoDecoder, scratch
+from h5chunk.store.hdf5.types import Element, packed_element, packed_type
+from h5chunk.store.read.arrays import Arrays, Blocks, Codec
+from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
+
+MAX_DECODED_BYTES = 256 << 20  # limit on a decoded chunk, because each thread holds one and its stored bytes
+TINY_BYTES, MANY_CHUNKS = 8 << 10, 4096  # HDF5 is faster at reading so many chunks below this size (scripts/LOG.md)
+BOX_BLOCK_BYTES = 4 << 20  # bytes of the blocks of a contiguous dataset of which boxes are read
+CONVERTED_BYTES = 256 << 10  # bytes of the blocks of a contiguous dataset whose values must be converted
+
+_local = threading.local()
+
+
+class DatasetOrigin:
+    """A dataset whose chunks, or blocks, are read. ``name`` is the name of its field.
+
+    ``is_divided`` is whether blocks are parts of one chunk, which has one checksum.
+    """
+
+    def __init__(
+        self, file: int, path: Path, name: str, dataset: h5py.Dataset, table: ChunkTable, checks: ChunkChecks | None
+    ) -> None:
+        self.file, self.checks, self._table, self.is_divided = file, checks, table, False
+        stored = dataset.name.strip("/")
+        self._text = f"{printable(path)}: field {name!r}" + ("" if stored == name else f" ({printable(stored)})")
+
+    def at(self, offset: int) -> str:
+        return f"{self._text}, chunk {self._table.chunk_at(offset)}"
+
+    def block(self, number: int) -> str:
+        return f"{self._text}, chunk {self.chunks(np.array([number]))[0]}"
+
+    def chunks(self, blocks: np.ndarray) -> np.ndarray:
+        return np.zeros(1, np.int64) if self.is_divided else blocks
+
+
+class Filtered:
+    """The codec of chunks that have filters, or whose elements must be converted, or some of which were never written.
+
+    ``element`` describes the elements, and ``unwritten`` has the value, in memory, of those that were never written.
+    """
+
+    def __init__(self, decoder: ChunkDecoder | None, element: Element, count: int, unwritten: bytes) -> None:
+        self._decoder, self._element, self._unwritten = decoder, element, unwritten
+        self._is_plain = element.is_plain
+        self._stored_bytes = count * element.item_bytes
+
+    def fill(self, number: int, out: np.ndarray) -> None:
+        out.reshape(-1, len(self._unwritten))[:] = np.frombuffer(self._unwritten, np.uint8)
+
+    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: str) -> None:
+        values = stored
+        if self._decoder is not None:
+            values = out if self._is_plain else scratch(_local, "as stored", self._stored_bytes)
+            try:
+                self._decoder.decode(stored, mask, values)
+            except DecodeError as error:
+                raise FileError(f"{where} is damaged ({error})") from None
+        if not self._is_plain:
+            values = np.ascontiguousarray(self._element.convert(values)).reshape(-1).view(np.uint8)
+        if values is not out:  # a block at the end of a contiguous dataset may be shorter
+            out[: len(values)] = values
+
+
+class InMemory:
+    """The codec of a block that is in memory already, because the file stores it in an object header."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+    def fill(self, number: int, out: np.ndarray) -> None:
+        out[:] = self._values
+
+    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: str) -> None:
+        raise AssertionError("the block has no stored bytes")
+
+
+def dataset_arrays(
+    path: Path,
+    name: str,
+    file: int,
+    dataset: h5py.Dataset,
+    element: Element,
+    sums: Sums = NO_SUMS,
+    indptr: np.ndarray | None = None,
+    *,
+    axes: int = 1,
+) -> Arrays:
+    """Describe a dataset as an array, of which boxes contain all of the axes after the first ``axes``.
+
+    ``file`` is the number of the file at ``path``, and ``sums`` has the checksums to verify. If the ``indptr`` of a
+    matrix is given, messages name rows instead of entries. No reference to the dataset is kept. Raises NotDirect if
+    only HDF5 can read it.
+    """
+    properties = dataset.id.get_create_plist()
+    layout = properties.get_layout()
+    if not math.prod(dataset.shape):
+        raise NotDirect("it is empty")
+    if layout == h5py.h5d.COMPACT:
+        return _compact_arrays(path, name, file, dataset, element)
+    if layout not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS):
+        raise NotDirect("it is a view of other files")
+    if layout == h5py.h5d.CONTIGUOUS and properties.get_external_count():
+        raise NotDirect("its data is in other files")
+    table = list_chunks(dataset)
+    checks = ChunkChecks(path, name, table, sums[name], indptr, file) if name in sums else None
+    origin = DatasetOrigin(file, path, name, dataset, table, checks)
+    count = math.prod(table.chunk_shape)
+    is_filtered, is_unwritten = properties.get_nfilters() > 0, bool((table.offsets < 0).any())
+    is_raw = not is_filtered and not is_unwritten and element.is_plain
+    if not is_filtered and (table.sizes[table.offsets >= 0] != count * element.item_bytes).any():
+        raise NotDirect("the size of its chunks does not follow from their type and shape")
+    kept = _kept_axes(dataset.shape, table.chunk_shape, axes)
+    item_bytes = math.prod(dataset.shape[kept:]) * element.num_bytes
+    shape, block = dataset.shape[:kept], np.array(table.chunk_shape[:kept])
+    blocks = Blocks(np.full(len(table), file, np.int32), table.offsets, table.sizes, table.filter_masks)
+    inner = math.prod(dataset.shape[kept:])  # elements in an item
+    if dataset.chunks is None and not is_unwritten and (not is_raw or kept > 1):
+        stored_bytes = inner * element.item_bytes
+        block = _divided(shape, stored_bytes, BOX_BLOCK_BYTES if is_raw else CONVERTED_BYTES)
+        blocks = _blocks_of_run(file, int(table.offsets[0]), shape, block, stored_bytes)
+        count, origin.is_divided = int(block.prod()) * inner, True
+    elif is_raw and kept == 1 and table.is_one_run and checks is None:  # any range of rows is one range of bytes
+        block, blocks = np.array(shape), Blocks(*(column[:1] for column in blocks))
+    codec: Codec | None = None
+    if not is_raw:
+        decoder = _decoder(properties, count, element) if is_filtered else None
+        unwritten = _unwritten_value(dataset, table, element) if is_unwritten else b""
+        codec = Filtered(decoder, element, count, unwritten)
+    inner_shape = *dataset.shape[kept:], *element.shape, element.dtype.itemsize
+    return Arrays.of_one(item_bytes, shape, block, blocks, codec, origin, inner_shape)
+
+
+def filters_of(dataset: h5py.Dataset, element: Element) -> Filtered:
+    """Return the codec of a dataset's chunks, all of which were written. Raises NotDirect if only HDF5 decodes them."""
+    count = math.prod(dataset.chunks)
+    return Filtered(_decoder(dataset.id.get_create_plist(), count, element), element, count, b"")
+
+
+def has_tiny_chunks(arrays: Arrays) -> bool:
+    """Return whether HDF5 in one thread is faster than several threads here, because there are many tiny chunks."""
+    is_tiny = int(arrays.block_bytes.max()) < TINY_BYTES and not (arrays.is_raw and arrays.num_axes == 1)
+    return is_tiny and int(np.count_nonzero(arrays.blocks.size)) >= MANY_CHUNKS
+
+
+def _kept_axes(shape: tuple[int, ...], chunk_shape: tuple[int, ...], axes: int) -> int:
+    """Return the number of axes without those at the end that every chunk, and every box, contains completely."""
+    kept = len(shape)
+    while kept > axes and chunk_shape[kept - 1] == shape[kept - 1]:
+        kept -= 1
+    return kept
+
+
+def _decoder(properties: h5py.h5p.PropDCID, count: int, element: Element) -> ChunkDecoder:
+    size, limit = count * max(element.item_bytes, element.num_bytes), MAX_DECODED_BYTES
+    if size > limit:
+        raise NotDirect(
+            f"its chunks have {human_bytes(size)}, but threads decode chunks of at most {human_bytes(limit)}"
+        )
+    try:
+        return ChunkDecoder(properties, count * element.item_bytes, element.item_bytes)
+    except NoDecoder as error:
+        raise NotDirect(str(error)) from None
+
+
+def _unwritten_value(dataset: h5py.Dataset, table: ChunkTable, element: Element) -> bytes:
+    """Read, through HDF5, the value of elements that were never written, as bytes in memory."""
+    start, element = table.start(int(np.flatnonzero(table.offsets < 0)[0])), packed_element(dataset, element)
+    space = dataset.id.get_space()
+    space.select_hyperslab(start, (1,) * len(start))
+    raw = np.zeros(1, f"V{element.item_bytes}")  # HDF5 leaves memory unchanged if there is no fill value
+    kind = packed_type(dataset.id.get_type(), element.member)
+    dataset.id.read(h5py.h5s.create_simple((1,)), space, raw, kind)
+    return element.convert(raw.view(np.uint8)).tobytes()
+
+
+def _compact_arrays(path: Path, name: str, file: int, dataset: h5py.Dataset, element: Element) -> Arrays:
+    """Read a dataset that is stored in its object header, and has at most 64 KiB."""
+    packed = packed_element(dataset, element)
+    raw = np.empty(dataset.shape, f"V{packed.item_bytes}")
+    dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, raw, packed_type(dataset.id.get_type(), element.member))
+    values = packed.convert(raw.reshape(-1).view(np.uint8))
+    table = ChunkTable.unwritten(dataset.shape, dataset.shape)
+    origin = DatasetOrigin(file, path, name, dataset, table, None)
+    blocks = Blocks(np.full(1, file, np.int32), table.offsets, table.sizes, table.filter_masks)
+    inner = *element.shape, element.dtype.itemsize
+    return Arrays.of_one(element.num_bytes, dataset.shape, dataset.shape, blocks, InMemory(values), origin, inner)
+
+
+def _divided(shape: tuple[int, ...], item_bytes: int, limit: int) -> np.ndarray:
+    """Return the shape of the blocks of a contiguous array, each of which is contiguous, too."""
+    block = np.array(shape)
+    steps = item_bytes * np.cumprod([1, *shape[:0:-1]])[::-1]  # bytes from one index to the next, along each axis
+    for axis in range(len(shape)):
+        block[axis] = np.clip(limit // steps[axis], 1, shape[axis])
+        if block[axis] > 1:
+            break
+    return block
+
+
+def _blocks_of_run(file: int, offset: int, shape: tuple[int, ...], block: np.ndarray, item_bytes: int) -> Blocks:
+    """Return the blocks of a contiguous array at an offset of a file. Those at the edges end with the array."""
+    steps = item_bytes * np.cumprod([1, *shape[:0:-1]])[::-1]
+    grid = -(-np.array(shape) // block)
+    firsts = np.stack(np.unravel_index(np.arange(grid.prod()), tuple(grid)), axis=1) * block
+    offsets = offset + firsts @ steps
+    sizes = np.minimum(firsts + block, shape) - firsts
+    count = len(offsets)
+    return Blocks(np.full(count, file, np.int32), offsets, sizes.prod(axis=1) * item_bytes, np.zeros(count, np.uint32))

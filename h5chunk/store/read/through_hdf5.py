@@ -1,0 +1,202 @@
+"""HDF5 as a codec: it reads the blocks of datasets whose layout, filters or links nothing else can read.
+
+HDF5 reads under its lock, in one thread at a time. A block consists of whole chunks where these are not too large, so
+that HDF5 decodes each chunk once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from h5chunk.errors import FileError, printable
+from h5chunk.plan.cache import ChunkGrid
+from h5chunk.store.hdf5.chunk_table import ChunkTable, NotDirect, check_chunks, list_chunks
+from h5chunk.store.hdf5.open import DAMAGES, explained, open_file, translate_errors
+from h5chunk.store.hdf5.types import Element, packed_element, packed_type
+from h5chunk.store.read.arrays import Arrays, Blocks
+from h5chunk.store.read.checksums import ChunkChecks, Sums
+from h5chunk.store.read.open_files import with_remedy
+
+CALL_BYTES = 192 << 10  # bytes that are read with one call at least, if there are as many
+MAX_BAND_BYTES = 16 << 20  # limit on a block; larger chunks are kept decoded by HDF5's own cache
+BOX_BLOCK_BYTES = 4 << 20  # bytes of the blocks of a contiguous dataset of which boxes are read
+INSTALL = '. If a filter is missing, run pip install "h5chunk[codecs]"'
+
+
+class Hdf5Files:
+    """The files that this process has open with HDF5, and their open datasets."""
+
+    def __init__(self) -> None:
+        self.lock, self._process = threading.RLock(), os.getpid()
+        self._files: dict[Path, tuple[h5py.File, dict[Any, Any]]] = {}
+
+    def file(self, path: Path, check: Callable[[], None]) -> h5py.File:
+        """Return an open file. ``check`` raises FileError if it was changed. The caller must hold the lock."""
+        return self._file(path, check)[0]
+
+    def dataset(self, path: Path, check: Callable[[], None], key: Any, open_dataset: Callable[[h5py.File], Any]) -> Any:
+        """Return the open dataset ``key`` of a file, which ``open_dataset`` opens at its first use."""
+        file, datasets = self._file(path, check)
+        if key not in datasets:
+            datasets[key] = open_dataset(file)
+        return datasets[key]
+
+    def _file(self, path: Path, check: Callable[[], None]) -> tuple[h5py.File, dict[Any, Any]]:
+        if self._process != os.getpid():  # the files of a forked parent are never used
+            self._process, self._files = os.getpid(), {}
+        if path not in self._files:
+            try:
+                with translate_errors(path):
+                    file = open_file(path)
+                    check()
+            except FileError as error:
+                raise with_remedy(error, len(self._files) + 1) from error.__cause__
+            self._files[path] = file, {}
+        return self._files[path]
+
+    def close(self) -> None:
+        """Close the files in this process. The next read opens them again."""
+        if not self._files:
+            return
+        with self.lock:
+            files, self._files = self._files, {}
+        if self._process == os.getpid():
+            for file, datasets in files.values():
+                datasets.clear()
+                file.close()
+
+
+class HdfOrigin:
+    """A dataset that HDF5 reads in blocks of several chunks."""
+
+    def __init__(self, file: int, text: str, checks: ChunkChecks | None, band_rows: int, num_rows: int) -> None:
+        self.file, self.checks, self._text = file, checks, text
+        self._band_rows, self._num_rows = band_rows, num_rows
+
+    def at(self, offset: int) -> str:
+        return self._text
+
+    def block(self, number: int) -> str:
+        return self._text
+
+    def chunks(self, blocks: np.ndarray) -> np.ndarray:
+        assert self.checks is not None
+        if not self._band_rows:  # boxes of chunks
+            return blocks
+        first = blocks * self._band_rows
+        return self.checks.of_rows(first, np.minimum(first + self._band_rows, self._num_rows) - first)
+
+
+class ThroughHdf5:
+    """The codec of blocks of a dataset that HDF5 reads. They have no offset in the file."""
+
+    def __init__(
+        self, files: Hdf5Files, path: Path, check: Callable[[], None], text: str, dataset: h5py.Dataset, name: str
+    ) -> None:
+        self._files, self._path, self._check, self._text, self._name = files, path, check, text, name
+        self._shape = dataset.shape
+
+    def divide(self, element: Element, block: tuple[int, ...], grid: ChunkGrid) -> None:
+        """Set the shape of a block."""
+        self._element, self._block = element, block
+        self._grid = [-(-size // step) for size, step in zip(self._shape, block, strict=True)]
+        self._settings = grid.cache_for(2)
+
+    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: str) -> None:
+        raise AssertionError("the block has no stored bytes")
+
+    def fill(self, number: int, out: np.ndarray) -> None:
+        start = [int(at) * step for at, step in zip(np.unravel_index(number, self._grid), self._block, strict=True)]
+        stop = [min(at + step, size) for at, step, size in zip(start, self._block, self._shape, strict=True)]
+        count = tuple(end - at for at, end in zip(start, stop, strict=True))
+        raw = np.zeros(count, f"V{self._element.item_bytes}")  # HDF5 leaves memory unchanged without a fill value
+        with self._files.lock:
+            try:
+                dataset = self._files.dataset(self._path, self._check, self._name, self._open)
+                space = dataset.get_space()
+                space.select_hyperslab(tuple(start), count)
+                dataset.read(
+                    h5py.h5s.create_simple(count), space, raw, packed_type(dataset.get_type(), self._element.member)
+                )
+            except FileError:
+                raise
+            except DAMAGES as error:  # HDF5's error names neither file nor field
+                self._check()
+                text = explained(error)
+                remedy = INSTALL if "plugin" in text or "filter" in text else ""
+                raise FileError(f"{self._text} cannot be read: {text}{remedy}") from error
+        self._check()  # HDF5 returns zeros for the missing part of a truncated file
+        values = self._element.convert(raw.reshape(-1).view(np.uint8))
+        target = out.view(f"V{self._element.num_bytes}").reshape(self._block)
+        whole = np.ascontiguousarray(values).reshape(-1).view(np.uint8).view(f"V{self._element.num_bytes}")
+        target[tuple(map(slice, count))] = whole.reshape(count)
+
+    def _open(self, file: h5py.File) -> h5py.h5d.DatasetID:
+        access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+        access.set_chunk_cache(self._settings.nslots, self._settings.nbytes, self._settings.w0)
+        dataset = h5py.h5d.open(file.id, self._name.encode(), access)
+        check_chunks(h5py.Dataset(dataset))
+        return dataset
+
+
+def hdf5_arrays(
+    path: Path,
+    name: str,
+    file: int,
+    dataset: h5py.Dataset,
+    dataset_name: str,
+    element: Element,
+    sums: Sums,
+    indptr: np.ndarray | None,
+    files: Hdf5Files,
+    check: Callable[[], None],
+    *,
+    axes: int = 1,
+) -> Arrays:
+    """Describe a dataset, as `h5chunk.store.read.stored.dataset_arrays` does, whose blocks HDF5 reads.
+
+    ``dataset_name`` is its path in the file, and ``check`` raises FileError if the file was changed.
+    """
+    shape, chunks = dataset.shape, dataset.chunks
+    element = packed_element(dataset, element)
+    grid = ChunkGrid(shape, chunks, element.num_bytes, dataset.id.get_create_plist().get_nfilters() > 0)
+    text = f"{printable(path)}: field {name!r}"
+    if axes == 1:
+        rows = max(1, CALL_BYTES // max(1, grid.sample_bytes))
+        step = chunks[0] if chunks else 1
+        if step * grid.sample_bytes <= MAX_BAND_BYTES:
+            rows = -(-rows // step) * step
+        block = (min(rows, shape[0]), *shape[1:])
+    else:
+        block = chunks or _divided_evenly(shape, element.num_bytes)
+    checks = None
+    if name in sums:
+        try:
+            checks = ChunkChecks(path, name, list_chunks(dataset), sums[name], indptr, file)
+        except NotDirect as error:
+            raise FileError(f"{text}: its checksums cannot be verified, because {error}: leave checksums out") from None
+    codec = ThroughHdf5(files, path, check, text, dataset, dataset_name)
+    codec.divide(element, tuple(block), grid)
+    table = ChunkTable.unwritten(shape, tuple(block))
+    blocks = Blocks(np.full(len(table), file, np.int32), table.offsets, table.sizes, table.filter_masks)
+    origin = HdfOrigin(file, text, checks, block[0] if axes == 1 else 0, shape[0])
+    item_bytes = math.prod(shape[axes:]) * element.num_bytes
+    inner = *shape[axes:], *element.shape, element.dtype.itemsize
+    return Arrays.of_one(item_bytes, shape[:axes], block[:axes], blocks, codec, origin, inner)
+
+
+def _divided_evenly(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
+    """Return the shape of blocks of about `BOX_BLOCK_BYTES` that have all of the last axes."""
+    block, left = list(shape), max(1, BOX_BLOCK_BYTES // item_bytes)
+    for axis in reversed(range(len(shape))):
+        block[axis] = min(shape[axis], max(1, left))
+        left //= max(1, block[axis])
+    return tuple(block)
