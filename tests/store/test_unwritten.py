@@ -133,6 +133,7 @@ def test_what_readers_refuse_is_not_damaged(tmp_path: Path, name: str) -> None:
         assert bad.chunk == 1
 
 
+@pytest.mark.usefixtures("in_process")  # so that the patch is seen
 def test_more_chunks_than_a_table_is_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (scan, guard):
         monkeypatch.setattr(module, "SLACK_CHUNKS", 50)

@@ -47,7 +47,7 @@ class Boxes(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of boxes in each block, sorted by block.
+    """The parts of boxes in each block.
 
     A row of ``table``, (n, 1 + 3 * axes) int64, has the index of the element and, along each axis, the first index in
     the block, the first index in the element, and the length.
@@ -56,14 +56,28 @@ class Parts(NamedTuple):
     block: np.ndarray
     table: np.ndarray
 
+    def grouped(self) -> Parts:
+        """Return the parts with those of a block next to each other.
+
+        Blocks stay in the order in which they are needed first: the last blocks of a window may be the first ones of
+        the next window, for which the cache has them.
+        """
+        runs = self.block[self.firsts]
+        if len(np.unique(runs)) == len(runs):
+            return self
+        _, first, number = np.unique(self.block, return_index=True, return_inverse=True)
+        rank = np.empty(len(first), np.int64)
+        rank[np.argsort(first)] = np.arange(len(first))
+        return self.some(np.argsort(rank[number], kind="stable"))
+
     def by_block(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield each block that has parts, and its rows of the table."""
+        """Yield each block that has parts, and its rows of the table. The parts must be grouped."""
         for first, end in pairwise([*self.firsts.tolist(), len(self.block)]):
             yield int(self.block[first]), self.table[first:end]
 
     @property
     def firsts(self) -> np.ndarray:
-        """The index of the first part in each block."""
+        """The index of the first part of each run of parts of one block."""
         return np.flatnonzero(np.diff(self.block, prepend=-1))
 
     @property
@@ -73,7 +87,7 @@ class Parts(NamedTuple):
         return sizes
 
     def some(self, which: Any) -> Parts:
-        """Return some of the parts, which must stay sorted."""
+        """Return some of the parts."""
         return Parts(self.block[which], self.table[which])
 
 
@@ -245,9 +259,6 @@ class Arrays:
         corner = at * block
         start, stop = np.maximum(begin, corner), np.minimum(end, corner + block)
         table = np.concatenate([element[:, None], start - corner, start + place, stop - start], axis=1)
-        if (number[1:] < number[:-1]).any():
-            order = np.argsort(number, kind="stable")
-            number, table = number[order], table[order]
         return Parts(number, table)
 
     def items_in(self, block: np.ndarray) -> np.ndarray:

@@ -175,7 +175,7 @@ class BoxReader:
         if runs.any():
             tasks += self._raw_runs(parts.some(runs), out)
         if not runs.all():
-            tasks += self._block_tasks(parts.some(~runs), raw[~runs], out, keeps)
+            tasks += self._block_tasks(parts.some(~runs).grouped(), out, keeps)
         yield from tasks if at_end is None else _with_end(tasks, at_end)
 
     def _are_runs(self, parts: Parts, array: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -218,16 +218,18 @@ class BoxReader:
                 blocks = np.unique(parts.block[own] - arrays.origin_starts[number])
                 yield from checks.tasks(arrays.origins[number].chunks(blocks))
 
-    def _block_tasks(self, parts: Parts, raw: np.ndarray, out: np.ndarray, keeps: bool | None) -> Iterator[ReadTask]:
+    def _block_tasks(self, parts: Parts, out: np.ndarray, keeps: bool | None) -> Iterator[ReadTask]:
         arrays, firsts = self.arrays, parts.firsts
         sizes = parts.sizes
         is_whole = np.add.reduceat(sizes, firsts) >= arrays.items_in(parts.block[firsts])
         if keeps is not None:
             is_whole[:] = not keeps
+        array = arrays.array_of(parts.block[firsts])
+        raw = np.repeat(arrays.codec[array] == RAW, np.diff(firsts, append=len(sizes)))
         cost = np.zeros(len(sizes), np.int64)  # bytes that are read for each part; a decoded block counts once
         cost[raw] = sizes[raw] * arrays.item_bytes
         coded = firsts[~raw[firsts]]
-        cost[coded] = arrays.block_bytes[arrays.array_of(parts.block[coded])]
+        cost[coded] = arrays.block_bytes[array[~raw[firsts]]]
         ends = np.cumsum(cost) // PART_BYTES
         begins = np.flatnonzero(np.diff(ends[firsts], prepend=-1) > 0)  # the blocks at which tasks begin
         for begin, end in pairwise([*begins.tolist(), len(firsts)]):

@@ -22,7 +22,7 @@ from h5chunk.store.read.engine import CACHE_BYTES, BlockCache
 from h5chunk.store.read.open_files import OpenFiles
 from h5chunk.store.read.samples import CsrBuffers, Elements, EncodedRows, FieldReader, Part, Rows, Runs, Texts
 from h5chunk.store.read.source import Source
-from h5chunk.store.read.stored import dataset_arrays, has_tiny_chunks
+from h5chunk.store.read.stored import dataset_arrays, has_tiny_chunks, no_values
 from h5chunk.store.read.through_hdf5 import hdf5_arrays
 
 TINY = "its chunks are tiny"
@@ -59,6 +59,8 @@ class Opening:
         item, full = file.file[dataset], f"{name}/{part}" if part else name
         path, sums = file.path, file.source.sums if sums is None else sums
         element = element_of(item, f"{printable(path)}: {dataset!r}", member)
+        if not item.size:
+            return no_values(path, full, file.number, item, element, axes)
         reason = "requested by reader='h5py'"
         if self.way != H5PY:
             try:
@@ -197,7 +199,10 @@ def read_small_fields(
         for name, each in fields.items():
             if is_small_field(each) and each.num_bytes <= max_bytes:
                 stored = descriptions[name]
-                found[name] = each.read_all(files).view(stored.dtype).reshape(-1, *stored.sample_shape)
+                values = np.zeros((each.num_rows, *stored.sample_shape), stored.dtype)
+                if values.size:
+                    values.reshape(len(values), -1).view(np.uint8)[...] = each.read_all(files)
+                found[name] = values
     except (FileError, ValueError, OSError):
         check()
         raise

@@ -64,11 +64,12 @@ class FieldReader:
     """Reads one field of samples. It is a base class.
 
     ``row_bytes`` is the size of a sample in bytes, or exceeds any limit if samples differ in length. ``num_bytes`` is
-    that of all samples that are stored. ``readers`` read the field's arrays.
+    that of all ``num_rows`` samples that are stored. ``readers`` read the field's arrays.
     """
 
     row_bytes = 1 << 62
     num_bytes: int
+    num_rows: int
 
     def __init__(self, name: str, arrays: Sequence[Arrays], cache: BlockCache) -> None:
         self.name, self.cache = name, cache
@@ -105,9 +106,9 @@ class FieldReader:
 
     def read_all(self, files: OpenFiles) -> np.ndarray:
         """Read all rows of a field whose samples do not differ in length: (num_rows, row_bytes) uint8."""
-        values = np.empty((self.num_bytes // self.row_bytes, self.row_bytes), np.uint8)
+        values = np.empty((self.num_rows, self.row_bytes), np.uint8)
         rows = np.arange(len(values))
-        for task in self.tasks(rows, rows, values) if len(rows) else ():
+        for task in self.tasks(rows, rows, values) if values.size else ():
             task(files)
         return values
 
@@ -189,7 +190,7 @@ class Rows(FieldReader):
         super().__init__(name, [arrays], cache)
         self._arrays, self._starts = arrays, starts
         self.row_bytes = int(arrays.shape[0, 1:].prod()) * arrays.item_bytes
-        self.num_bytes = num_rows * self.row_bytes
+        self.num_bytes, self.num_rows = num_rows * self.row_bytes, num_rows
 
     @property
     def reads_rows(self) -> bool:
@@ -212,6 +213,8 @@ class Rows(FieldReader):
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
         reader, item, inner = self.readers[0], self._arrays.item_bytes, self._arrays.shape[0, 1:]
         is_raw = self._arrays.is_raw and self._arrays.num_axes == 1
+        if not self.row_bytes:  # samples without values
+            return iter(())
         if isinstance(out, CsrBuffers):  # rows of several arrays that differ in size, one after the other
             starts = out.starts[destinations]
             if is_raw:
@@ -313,6 +316,7 @@ class Elements(FieldReader):
         self._arrays, self._step = arrays, step_items
         self._are_files = len(np.unique(arrays.blocks.file)) > MAX_TASKS  # many files, each of which is read by itself
         self.num_bytes = int(arrays.shape.prod(axis=1).sum()) * arrays.item_bytes
+        self.num_rows = len(arrays)
         if not are_ragged:
             self.row_bytes = int(arrays.shape[0].prod()) * arrays.item_bytes
 
@@ -357,7 +361,7 @@ class Texts(FieldReader):
         super().__init__(name, [arrays], cache)
         self._arrays, self._per_row, self._width = arrays, per_row, width
         self.row_bytes = per_row * width
-        self.num_bytes = len(arrays) * width
+        self.num_bytes, self.num_rows = len(arrays) * width, len(arrays) // per_row
 
     def boxes(self, rows: np.ndarray, destinations: np.ndarray, starts: np.ndarray | None) -> Boxes:
         inside = np.arange(self._per_row)
@@ -502,7 +506,7 @@ class EncodedRows(FieldReader):
         self.readers, self._stored, self._sizes, self._field = stored.readers, stored, sizes, field
         self._texts, self._starts = texts, starts
         self.row_bytes = math.prod(field.sample_shape) * field.dtype.itemsize
-        self.num_bytes = len(sizes) * self.row_bytes
+        self.num_bytes, self.num_rows = len(sizes) * self.row_bytes, len(sizes)
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> Iterator[ReadTask]:
         """Yield tasks as `FieldReader.tasks` does."""

@@ -50,15 +50,20 @@ class DatasetOrigin:
 class Filtered:
     """The codec of chunks that have filters, or whose elements must be converted, or some of which were never written.
 
-    ``element`` describes the elements, and ``unwritten`` has the value, in memory, of those that were never written.
+    ``element`` describes the elements, and ``unwritten`` has the value, in memory, of those that were never written, or
+    the error if they have no value.
     """
 
-    def __init__(self, decoder: ChunkDecoder | None, element: Element, count: int, unwritten: bytes) -> None:
+    def __init__(
+        self, decoder: ChunkDecoder | None, element: Element, count: int, unwritten: bytes | FileError
+    ) -> None:
         self._decoder, self._element, self._unwritten = decoder, element, unwritten
         self._is_plain = element.is_plain
         self._stored_bytes = count * element.item_bytes
 
     def fill(self, number: int, out: np.ndarray) -> None:
+        if isinstance(self._unwritten, FileError):
+            raise FileError(str(self._unwritten))
         out.reshape(-1, len(self._unwritten))[:] = np.frombuffer(self._unwritten, np.uint8)
 
     def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: str) -> None:
@@ -107,8 +112,6 @@ def dataset_arrays(
     """
     properties = dataset.id.get_create_plist()
     layout = properties.get_layout()
-    if not math.prod(dataset.shape):
-        raise NotDirect("it is empty")
     if layout == h5py.h5d.COMPACT:
         return _compact_arrays(path, name, file, dataset, element)
     if layout not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS):
@@ -138,7 +141,7 @@ def dataset_arrays(
     codec: Codec | None = None
     if not is_raw:
         decoder = _decoder(properties, count, element) if is_filtered else None
-        unwritten = _unwritten_value(dataset, table, element) if is_unwritten else b""
+        unwritten = _unwritten_value(dataset, table, element, path) if is_unwritten else b""
         codec = Filtered(decoder, element, count, unwritten)
     inner_shape = *dataset.shape[kept:], *element.shape, element.dtype.itemsize
     return Arrays.of_one(item_bytes, shape, block, blocks, codec, origin, inner_shape)
@@ -176,14 +179,20 @@ def _decoder(properties: h5py.h5p.PropDCID, count: int, element: Element) -> Chu
         raise NotDirect(str(error)) from None
 
 
-def _unwritten_value(dataset: h5py.Dataset, table: ChunkTable, element: Element) -> bytes:
-    """Read, through HDF5, the value of elements that were never written, as bytes in memory."""
+def _unwritten_value(dataset: h5py.Dataset, table: ChunkTable, element: Element, path: Path) -> bytes | FileError:
+    """Read, through HDF5, the value of elements that were never written, as bytes in memory.
+
+    Returns the error for reading them if they have none.
+    """
     start, element = table.start(int(np.flatnonzero(table.offsets < 0)[0])), packed_element(dataset, element)
     space = dataset.id.get_space()
     space.select_hyperslab(start, (1,) * len(start))
     raw = np.zeros(1, f"V{element.item_bytes}")  # HDF5 leaves memory unchanged if there is no fill value
     kind = packed_type(dataset.id.get_type(), element.member)
-    dataset.id.read(h5py.h5s.create_simple((1,)), space, raw, kind)
+    try:
+        dataset.id.read(h5py.h5s.create_simple((1,)), space, raw, kind)
+    except OSError as error:
+        return FileError(f"{printable(path)}: {dataset.name!r} cannot be read: {error}")
     return element.convert(raw.view(np.uint8)).tobytes()
 
 
@@ -198,6 +207,16 @@ def _compact_arrays(path: Path, name: str, file: int, dataset: h5py.Dataset, ele
     blocks = Blocks(np.full(1, file, np.int32), table.offsets, table.sizes, table.filter_masks)
     inner = *element.shape, element.dtype.itemsize
     return Arrays.of_one(element.num_bytes, dataset.shape, dataset.shape, blocks, InMemory(values), origin, inner)
+
+
+def no_values(path: Path, name: str, file: int, dataset: h5py.Dataset, element: Element, axes: int) -> Arrays:
+    """Describe a dataset without values, such as samples of zero bytes."""
+    table = ChunkTable.unwritten(dataset.shape, dataset.shape)
+    origin = DatasetOrigin(file, path, name, dataset, table, None)
+    blocks = Blocks(np.full(len(table), file, np.int32), table.offsets, table.sizes, table.filter_masks)
+    shape, inner = dataset.shape[:axes], (*dataset.shape[axes:], *element.shape, element.dtype.itemsize)
+    codec = InMemory(np.empty(0, np.uint8))
+    return Arrays.of_one(math.prod(inner), shape, [max(1, size) for size in shape], blocks, codec, origin, inner)
 
 
 def _divided(shape: tuple[int, ...], item_bytes: int, limit: int) -> np.ndarray:
