@@ -96,4 +96,4 @@ def test_the_first_batch(dataset):
     # the core in C does what store.hdf5.ranges does: whoever reads the one need not read the other
     to_bytes = [module for module in journey.modules if module not in ("feed/batches", "transforms/images", "native")]
     assert len(to_bytes) <= 9, to_bytes
-    assert {"feed/loader", "feed/stream", "feed/read_pool", "plan/order", "store/read/direct"} < set(to_bytes)
+    assert {"feed/loader", "feed/stream", "feed/read_pool", "plan/order", "store/read/samples"} < set(to_bytes)
