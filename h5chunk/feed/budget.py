@@ -33,7 +33,7 @@ from h5chunk.store.read.field_readers import (
     read_amplification,
     scratch_bytes,
 )
-from h5chunk.store.read.files import Paths
+from h5chunk.store.read.files import MAPPING, Paths
 from h5chunk.store.read.ragged import ImagesField
 from h5chunk.store.read.samples import FieldReader
 from h5chunk.store.read.source import Source
@@ -169,7 +169,7 @@ def find_data(data: Paths | ChunkDataset, transforms: Transforms | None) -> tupl
         if isinstance(data, Dataset):
             raise OptionError(
                 f"data is a {type(data).__name__}: pass a ChunkDataset, whose subset() and split() select samples (for "
-                "fields in separate files, h5chunk.info([FILE, FILE]).code joins them)"
+                f"fields in separate files, {MAPPING})"
             )
         return _without_strings(data, ChunkDataset(data)), transforms
     changed = [name for name in ("__getitem__", "__getitems__") if _differs(type(data), name)]
@@ -242,7 +242,7 @@ class MemoryBudget:
     @property
     def _ahead_bytes(self) -> int:
         """The number of bytes of remote objects to read ahead, which is at most half of the limit on their cache."""
-        mirrors = [each.mirror for each in self._source.reader.readers if each.mirror is not None]
+        mirrors = [file.source.mirror for file in self._source.reader.file_list if file.source.mirror is not None]
         limits = [mirror.cache_bytes // 2 for mirror in mirrors if mirror.cache_bytes is not None]
         return min([REMOTE_AHEAD_BYTES, *limits]) if mirrors else 0
 

@@ -28,7 +28,7 @@ from h5chunk.feed.collate import (
 )
 from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.sample_reader import SampleReader, SampleTransforms
-from h5chunk.feed.stored_tables import StoredNames, decoded
+from h5chunk.feed.stored_tables import StoredNames
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.draws import REPEAT, epoch_rows
 from h5chunk.plan.order import Order
@@ -38,10 +38,12 @@ from h5chunk.remote.mirror import remote_options
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.field_readers import NOTABLE, field_readers, read_amplification, read_rows
 from h5chunk.store.read.fields import Field, Fields, parse_fields
-from h5chunk.store.read.files import Paths, open_reader, reopen_with_fields
+from h5chunk.store.read.files import MAPPING, Paths, open_joined, open_reader, reopen_with_fields
 from h5chunk.store.read.fileset import are_images
+from h5chunk.store.read.joined import DROP
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.source import Computed, Source
+from h5chunk.store.read.tables import decoded
 from h5chunk.transforms import Transforms
 
 SAMPLE_NUMBER = "sample_number"
@@ -120,11 +122,14 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     def __init__(
         self,
-        path: Paths | Source,
+        path: Paths | Mapping[str, Paths] | Source,
         *,
         fields: Fields | None = None,
         offsets: Mapping[str, str] | None = None,
         lengths: Mapping[str, str] | None = None,
+        sample_axis: int | Mapping[str, int] | None = None,
+        key: str | Mapping[str, str] | None = None,
+        missing: str = DROP,
         trusted: bool = False,
         checksums: str = OFF,
         transform: Callable[[Any], Any] | Transforms | None = None,
@@ -132,12 +137,19 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         cache_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        named = parse_fields(fields, offsets=offsets, lengths=lengths)
+        if fields is None and isinstance(path, Mapping):
+            fields = list(path)
+        named = parse_fields(fields, sample_axis, offsets=offsets, lengths=lengths)
         remote = remote_options(cache_dir, cache_bytes, storage_options)
         stored, self._numbered = (None, []) if named is None else without_numbers(named)
         if isinstance(path, Source):  # of a subclass, with the fields that it names
             self._reader = path
+        elif isinstance(path, Mapping):
+            options: dict[str, Any] = {"trusted": trusted, "checksums": checksums, "remote": remote}
+            self._reader = open_joined(path, stored, key=key, missing=missing, **options)
         else:
+            if key is not None:
+                raise OptionError(f"key is {key!r}, but path has no file for each field: pass {MAPPING}")
             self._reader = open_reader(path, stored, trusted=trusted, checksums=checksums, remote=remote)
             if are_images(self._reader.readers, surely=True):
                 names = [field.dataset for field in self._reader.fields.values()]
@@ -380,11 +392,12 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def read_amplification(self) -> float:
         """The bytes that are read, divided by the bytes that are used, if every sample is read once, chunk by chunk.
 
-        The ratio is above 1 for a subset of compressed data, because compressed chunks must be read completely.
+        The ratio is above 1 for a subset of compressed data, because compressed chunks must be read completely, and if
+        samples are scattered: joined by a key in another order, or along another axis of a contiguous dataset.
         """
-        if self._samples is None:
+        if self._samples is None and not self._reader.reads_again:
             return 1.0
-        return read_amplification(self._reader, self._samples, field_readers(self._reader)[0])
+        return read_amplification(self._reader, self.samples, field_readers(self._reader)[0])
 
     @property
     def path(self) -> str:

@@ -29,7 +29,8 @@ class DiskCache:
 
     def __init__(self, reader: Source, fields: Mapping[str, FieldReader]) -> None:
         self._reader = reader
-        self._mirrors = list(dict.fromkeys(each.mirror for each in reader.readers if each.mirror is not None))
+        mirrors = [file.source.mirror for file in reader.file_list]
+        self._mirrors = list(dict.fromkeys(mirror for mirror in mirrors if mirror is not None))
         limits = [each.cache_bytes for each in self._mirrors if each.cache_bytes is not None]
         self._limit = min(limits, default=None)
         self._fields = fields
@@ -59,14 +60,15 @@ class DiskCache:
         """Hold all data of the fields ``names`` that an epoch may use. Return None if some of it is not cached."""
         samples = order.selection.samples if isinstance(order.selection, FixedSelection) else None
         wanted: dict[Mirror, list[tuple[np.ndarray, np.ndarray]]] = {}
-        for number, reader in enumerate(self._reader.readers):
-            if reader.mirror is None:
+        for number, file in enumerate(self._reader.file_list):
+            mirror = file.source.mirror
+            if mirror is None:
                 continue
             for offsets, sizes, starts, stops in self._chunks(number, names):
                 some = np.ones(len(starts), bool)
                 if samples is not None:
                     some = np.searchsorted(samples, starts) < np.searchsorted(samples, stops)
-                wanted.setdefault(reader.mirror, []).append((offsets[some], sizes[some]))
+                wanted.setdefault(mirror, []).append((offsets[some], sizes[some]))
         runs = {mirror: page_runs(*map(np.concatenate, zip(*each, strict=True))) for mirror, each in wanted.items()}
         if any(not mirror.keeps or mirror.pages.absent(each) for mirror, each in runs.items()):
             return None

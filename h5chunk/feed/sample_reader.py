@@ -200,7 +200,7 @@ class SampleReader:
         for each in numbers:
             each.fill(tuple(islice(left, len(each.shapes))))
         # a single file is checked here; several files are checked as they are read
-        if len(self._reader.readers) == 1 and stamp_of(self._reader.path) != self._reader.stamp:
+        if len(self._reader.file_list) == 1 and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
         if len(numbers) == len(loaded):  # `SharedFields` stay whole, and are sent to the other process without a copy
             return Batch(fields, len(draws.samples), packed)

@@ -13,16 +13,9 @@ from h5chunk.store.format.statistics import FieldStatistics, merged, read_statis
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import reopen_with_fields
 from h5chunk.store.read.source import Source
-from h5chunk.store.read.tables import read_table
+from h5chunk.store.read.tables import SOURCE_NAMES, decoded, read_table, values_of_samples
 
 MAX_CATEGORIES = 1 << 16  # limit on the values of an enumeration that has categories
-SOURCE_NAMES = "source_names"  # the table of all names, concatenated
-TEXT_ERRORS = "backslashreplace"  # error handler for invalid UTF-8
-
-
-def decoded(values: np.ndarray) -> np.ndarray:
-    r"""Decode byte strings as UTF-8, with ``\xNN`` for an invalid byte. Numbers are returned unchanged."""
-    return np.char.decode(values, "utf-8", TEXT_ERRORS) if values.dtype.kind == "S" else values
 
 
 class StoredNames:
@@ -102,7 +95,9 @@ class StoredNames:
         enumeration, they are the names of its values, up to the highest one; values without a name have an empty name.
         Raises `FieldError` if the field has no categories, or a named value is negative or above 65,535.
         """
-        stored = self._reader.fields.get(field) or reopen_with_fields(self._reader, {field: field}).fields[field]
+        stored = self._reader.fields.get(field)
+        if stored is None:
+            stored = reopen_with_fields(self._reader.part_of(field), {field: field}).fields[field]
         if stored.dataset.strip("/") == "labels" and self.header and self.header.class_names:
             return np.array(self.header.class_names)
         where = f"{printable(self._reader.path)}: field {field!r}"
@@ -117,7 +112,7 @@ class StoredNames:
             return np.array([stored.names.get(code, "") for code in range(highest + 1)])
         if not stored.categories:
             raise FieldError(f"{where} has no categories: name a field of codes, or an enumeration")
-        return self._common(stored.categories)
+        return self._common(stored.categories, field)
 
     def statistics(self, field: str) -> FieldStatistics:
         """Return the mean and standard deviation of each channel of a field, over all samples of the files.
@@ -134,14 +129,15 @@ class StoredNames:
 
     def _of_samples(self, name: str) -> np.ndarray:
         source, rows = self._reader.rows_of_samples(name, self.samples)
-        table = self._once(name, lambda: np.concatenate([_values_of_samples(file, name) for file in source.readers]))
+        table = self._once(name, lambda: np.concatenate([values_of_samples(file, name) for file in source.readers]))
         return table if len(rows) == len(table) and self._samples is None else table[rows]
 
-    def _common(self, name: str) -> np.ndarray:
-        """Return a table that must be equal in all files, such as the identifiers of columns."""
+    def _common(self, name: str, field: str | None = None) -> np.ndarray:
+        """Return a table of a field that must be equal in all files. By default, the field is the main one."""
+        source = self._reader.part_of(field or self._reader.main.name)
 
         def read() -> np.ndarray:
-            first, *others = self._reader.readers
+            first, *others = source.readers
             table = read_table(first, name)
             for other in others:
                 if not np.array_equal(read_table(other, name), table):
@@ -149,7 +145,7 @@ class StoredNames:
                     raise FieldError(f"{name} differs between {paths}: open the files as separate data sets")
             return decoded(table)
 
-        return self._once(name, read)
+        return self._once(name if field is None else f"{field}: {name}", read)
 
     def _once(self, name: str, read: Callable[[], np.ndarray]) -> np.ndarray:
         if name not in self._tables:
@@ -161,28 +157,12 @@ class StoredNames:
 
 def name_of_sample(reader: Source, number: int) -> str:
     """Return the path of the file and the name of a sample, for messages, given the sample's number in all files."""
+    reader, rows = reader.rows_of_samples(reader.main.name, np.array([number]))
+    number = int(rows[0])
     file = int(np.searchsorted(reader.starts, number, "right")) - 1
     file_reader = reader.readers[file]
     try:
-        name = printable(_values_of_samples(file_reader, SOURCE_NAMES)[number - reader.starts[file]])
+        name = printable(values_of_samples(file_reader, SOURCE_NAMES)[number - reader.starts[file]])
     except FileError:
         name = f"image {number - reader.starts[file]}"
     return f"{printable(file_reader.path)}: {name}"
-
-
-def _values_of_samples(reader: Source, name: str) -> np.ndarray:
-    """Read a table of one file that has one value per sample: (n,), numbers or str."""
-    table = read_table(reader, name)
-    if name == SOURCE_NAMES:
-        text, ends = table.tobytes(), read_table(reader, "source_name_ends")
-        starts = np.concatenate(([0], ends[:-1]))
-        if len(ends) != reader.num_samples or (ends < starts).any() or (len(ends) and ends[-1] != len(text)):
-            raise FileError(f"{printable(reader.path)} is damaged, because source_name_ends does not fit source_names")
-        names = [text[start:end].decode("utf-8", TEXT_ERRORS) for start, end in zip(starts, ends, strict=True)]
-        return np.array(names, np.str_)
-    if len(table) != reader.num_samples:
-        raise FileError(
-            f"{printable(reader.path)} is damaged, because {name} has {len(table)} values for {reader.num_samples} "
-            "samples"
-        )
-    return decoded(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,6 +166,19 @@ class Member(Rows):
         return [*zip(file["table"]["images"], file["labels"][()], strict=True)]
 
 
+class LastAxis(Rows):
+    """The samples are along the last axis of a dataset."""
+
+    options: Mapping[str, Any] = {"sample_axis": {"images": -1}}
+    empty: Mapping[str, Empty] = {**FOREIGN, "statistics": Empty("channels are unknown", "compute their mean .* NumPy")}
+
+    def put(self, file: h5py.File, data: np.ndarray) -> None:
+        file.create_dataset("images", data=np.moveaxis(data, 0, -1), **self.layout)
+
+    def read(self, file: h5py.File) -> list[Sample]:
+        return [(file["images"][..., i], file["labels"][i]) for i in range(N)]
+
+
 class Strings(Rows):
     """A string of fixed length beside the numbers."""
 
@@ -193,6 +207,62 @@ class Converted(Kind):
 
     def read(self, file: h5py.File) -> list[Sample]:
         return [*zip(file["images"][()], file["labels"][()], strict=True)]
+
+
+class InTwoFiles(Kind):
+    """Images in one file, and other fields in another."""
+
+    fields = ("images", "vectors", "labels")
+    empty: Mapping[str, Empty] = FOREIGN
+    by_key = False  # whether the other file has another order, and lacks a sample
+    layout: Mapping[str, Any] = {}
+
+    def write(self, folder: Path, seed: int) -> list[Path]:
+        random = np.random.default_rng(seed)
+        images, ids = random.integers(0, 250, (N, 40, 30), np.uint8), random.permutation(N) + N * seed
+        others = random.permutation(N)[: N - 2] if self.by_key else np.arange(N)
+        vectors = random.normal(size=(N, 4)).astype(np.float32)
+        with h5py.File(folder / f"x{seed}.h5", "w") as first, h5py.File(folder / f"y{seed}.h5", "w") as second:
+            first["images"], first["id"] = images, ids
+            second["labels"], second["id"] = random.permutation(N)[others], ids[others]
+            second.create_dataset("vectors", data=vectors[others], **self.layout)
+        return [folder / f"x{seed}.h5", folder / f"y{seed}.h5"]
+
+    def open(self, paths: Sequence[Any], *, numbered: bool = False, **options: Any) -> Any:
+        x, y = ([path for path in paths if name in str(path).rpartition("/")[2]] for name in "xy")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* are in all files: .* lacks 2 samples of")
+            warnings.filterwarnings("ignore", ".* are in all files: .* lacks 4 samples of")
+            joined = {"images": x, "vectors": y, "labels": y}
+            return super().open(joined, numbered=numbered, **options)  # type: ignore[arg-type]
+
+    def samples(self, paths: Sequence[Path]) -> list[Sample]:
+        found = []
+        for x, y in zip(paths[::2], paths[1::2], strict=True):
+            with h5py.File(x) as first, h5py.File(y) as second:
+                rows = {key: row for row, key in enumerate(second["id"])}
+                for image, key in zip(first["images"][()], first["id"][()], strict=True):
+                    if (row := rows.get(key)) is not None:
+                        found.append((image, second["vectors"][row], second["labels"][row]))
+        return found
+
+    def stored(self, paths: Sequence[Path]) -> np.ndarray:
+        with h5py.File(paths[0]) as file:
+            return np.asarray(file["images"][()])
+
+
+class ConvertedApart(InTwoFiles):
+    """Two files that ``h5chunk convert`` writes of the same samples, each in its own order."""
+
+    empty: Mapping[str, Empty] = {}
+
+    def write(self, folder: Path, seed: int) -> list[Path]:
+        random, paths = np.random.default_rng(seed), [folder / f"{name}{seed}.h5" for name in "xy"]
+        images, vectors = random.integers(0, 250, (N, 40, 30), np.uint8), random.normal(size=(N, 4))
+        ids, labels = np.array([f"{seed}-{i}" for i in range(N)], "S9"), random.permutation(N)
+        h5chunk.convert({"images": images, "id": ids}, paths[0], chunk_samples=4)
+        h5chunk.convert({"vectors": vectors, "labels": labels, "id": ids}, paths[1], chunk_samples=4, seed=3)
+        return paths
 
 
 class AnySize(Kind):
@@ -485,6 +555,17 @@ KINDS: list[Kind] = [
     Strings("strings"),
     Converted("converted"),
     Converted("shards", convert={"shards": 3}, empty=dict.fromkeys(("changed", "changed_loader"), NOT_NOTICED)),
+    LastAxis("samples along the last axis"),
+    LastAxis("samples along the last axis, gzip", layout={"chunks": (3, 7, 4), "compression": "gzip"}, is_coded=True),
+    InTwoFiles("joined files"),
+    InTwoFiles(
+        "joined by key",
+        by_key=True,
+        options={"key": "id"},
+        layout={"chunks": (4, 4), "compression": "gzip"},
+        is_coded=True,
+    ),
+    ConvertedApart("joined by key, converted", options={"key": "id"}),
     AnySize("any size", form={"keep_size": True}),
     AnySize("encoded", form={"keep_encoded": True}),
     ConvertedMatrix("matrix"),

@@ -22,7 +22,7 @@ from h5chunk.store.hdf5.chunk_table import NotDirect, is_vlen, list_chunks
 from h5chunk.store.hdf5.guard import MAX_RATIO, Guard
 from h5chunk.store.hdf5.open import errors_as
 from h5chunk.store.hdf5.strings import POINTER, find_in_heap
-from h5chunk.store.read.fields import Field, FrameDataset, FrameDecoder, Shape, describe_field
+from h5chunk.store.read.fields import AlongAxis, Field, FrameDataset, FrameDecoder, Shape, describe_field
 from h5chunk.store.read.ragged import FlatSamples, RaggedField
 from h5chunk.store.read.samples import SLACK_BYTES, Part, StoredFile
 from h5chunk.store.read.vlen import VlenField, open_heap
@@ -52,7 +52,7 @@ def describe(
     file: h5py.File,
     path: Path,
     name: str,
-    dataset: str | FlatSamples | FrameDataset,
+    dataset: str | FlatSamples | FrameDataset | AlongAxis,
     header: Header | None,
     guard: Guard,
 ) -> Field | RaggedField:

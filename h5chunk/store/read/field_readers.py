@@ -29,6 +29,7 @@ TINY = "its chunks are tiny"
 AUTO, DIRECT, H5PY = "auto", "direct", "h5py"  # ways to read: the faster one, without HDF5, or only with HDF5
 WHOLE_ROW_BYTES = 1 << 10  # fields with rows of at most this size are kept in memory
 WHOLE_BYTES = 64 << 20  # unless the field is larger than this
+WINDOWS_COUNTED = 64  # windows from which the read amplification of a scattered field is estimated
 NOTABLE = 1.01  # read amplification above this is reported
 
 
@@ -38,6 +39,7 @@ class Opening:
 
     cache: BlockCache
     way: str = AUTO
+    first_file: int = 0  # the number of a source's first file in the data set
     why: dict[str, str] = field(default_factory=dict)
 
     def arrays(
@@ -86,10 +88,11 @@ class Opening:
     def joined(self, source: Source, names: Collection[str]) -> dict[str, FieldReader]:
         """Return the readers of fields whose samples are those of all files, one after the other."""
         parts: dict[str, list[tuple[int, Part]]] = {name: [] for name in names}
-        for number, each in enumerate(source.readers):
-            if each.num_samples:
-                for name, part in each.stored_parts(self, number, names).items():
-                    parts[name].append((int(source.starts[number]), part))
+        first = self.first_file
+        for start, each in zip(source.starts.tolist(), source.readers, strict=False):
+            for name, part in each.stored_parts(self, first, names).items() if each.num_samples else ():
+                parts[name].append((start, part))
+            first += len(each.file_list)
         return {name: _joined(name, source.fields[name], own, self.cache) for name, own in parts.items()}
 
 
@@ -135,7 +138,7 @@ def _joined(name: str, field: Any, parts: Sequence[tuple[int, Part]], cache: Blo
     reader: FieldReader
     if first.kind is Rows:
         starts = [start + (np.zeros(1, np.int64) if part.starts is None else part.starts) for start, part in parts]
-        reader = Rows(name, arrays[0], np.concatenate(starts), field.grid.shape[0], cache)
+        reader = Rows(name, arrays[0], np.concatenate(starts), field.grid.shape[0], cache, first.axis)
     elif first.kind is Elements:
         reader = Elements(name, arrays[0], first.sizes is not None, first.step_items, cache)
     elif first.kind is Texts:
@@ -227,7 +230,23 @@ def read_amplification(
     used = 0 if rows is None else sum(_bytes_of(source, name, rows) for name in names)
     if rows is None or not used:
         return 1.0
-    return sum(fields[name].bytes_read(rows) for name in names) / used
+    return sum(_bytes_read(source, fields[name], rows) for name in names) / used
+
+
+def _bytes_read(source: Source, field: FieldReader, rows: np.ndarray) -> float:
+    """Return the bytes that are read for samples, in ascending order.
+
+    A block of a scattered field is read again for each window, unless the cache holds all blocks. This is estimated
+    from some of the windows.
+    """
+    window = max(1, source.recommended_window * source.chunk_samples)
+    is_kept = is_small_field(field) or (not field.is_raw and field.num_bytes <= min(CACHE_BYTES, field.kept_bytes))
+    if not field.is_scattered or is_kept or len(rows) <= window:
+        return field.bytes_read(rows)
+    count = -(-len(rows) // window)
+    chosen = np.unique(np.linspace(0, count - 1, min(count, WINDOWS_COUNTED)).astype(np.int64)).tolist()
+    windows = [rows[number * window : (number + 1) * window] for number in chosen]
+    return sum(map(field.bytes_read, windows)) * len(rows) / sum(map(len, windows))
 
 
 def _bytes_of(source: Source, name: str, rows: np.ndarray) -> int:

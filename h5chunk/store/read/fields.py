@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +61,15 @@ class FrameDataset:
     decoder: FrameDecoder
 
 
-Stored = Mapping[str, str | FlatSamples | FrameDataset]  # the datasets of each field, by field name
+@dataclass(frozen=True)
+class AlongAxis:
+    """A dataset whose samples are along another axis than the first one."""
+
+    dataset: str
+    axis: int
+
+
+Stored = Mapping[str, str | FlatSamples | FrameDataset | AlongAxis]  # the datasets of each field, by field name
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ class Field:
     ``dtype`` has native byte order. ``axes``, such as NCHW, is empty if the file does not record it. For the dense rows
     of a matrix, value = stored value / ``scale``. ``element`` says how the elements are stored. It is None for fields
     that are not read from a dataset as they are. If it is a member of a compound type, ``dataset`` has all members.
+    ``grid`` has the axes of the dataset, with the axis of samples first.
     ``is_text`` is True for strings of variable length, which are padded to the longest one in memory.
     """
 
@@ -83,11 +92,17 @@ class Field:
     categories: str = ""  # name of the table of its categories (`h5chunk.store.read.tables`), or empty
     element: Element | None = None
     is_text: bool = False
+    sample_axis: int = 0  # the axis of the dataset that is the first one of the grid
 
     @property
     def member(self) -> tuple[str, ...]:
         """The names that lead to the member of a compound type; empty for others."""
         return () if self.element is None else self.element.member
+
+    @property
+    def more_facts(self) -> tuple[str | int, ...]:
+        """What distinguishes the field from others of the same dataset, for fingerprints."""
+        return (*self.member, self.sample_axis) if self.sample_axis else self.member
 
     @property
     def names(self) -> dict[int, str]:
@@ -108,7 +123,8 @@ class Field:
         """Return what a file stores of this field."""
         if self.is_text:
             return text_part(file, self.dataset)
-        return Part(Rows, (file.arrays(self.name, self.dataset, member=self.member),))
+        arrays = file.arrays(self.name, self.dataset, member=self.member, axes=self.sample_axis + 1)
+        return Part(Rows, (arrays,), axis=self.sample_axis)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,11 +207,14 @@ def _missing(file: h5py.File, path: Path, missing: str) -> FieldError:
 
 
 def describe_field(
-    file: h5py.File, path: Path, name: str, dataset: str | FlatSamples, header: Header | None, guard: Guard
+    file: h5py.File, path: Path, name: str, dataset: str | FlatSamples | AlongAxis, header: Header | None, guard: Guard
 ) -> Field | RaggedField:
     """Check a dataset, or the group of a matrix or of images, with the guard, and describe it as a field."""
     if isinstance(dataset, FlatSamples):
         return describe_series(file, path, name, dataset, guard)
+    if isinstance(dataset, AlongAxis):
+        field = describe_field(file, path, name, dataset.dataset, header, guard)
+        return _along(field, dataset.axis, f"{printable(path)}: {dataset.dataset!r}")
     item = guard.find(file, dataset)
     member: tuple[str, ...] = ()
     if item is None and (found := _find_table(file, guard, dataset)):
@@ -255,6 +274,23 @@ def describe_field(
     return Field(name, dataset, grid, element.dtype, axes, scale, categories, element)
 
 
+def _along(field: Field | RaggedField, axis: int, where: str) -> Field | RaggedField:
+    """Return a field whose samples are along an axis of the dataset. A negative axis counts from the last one."""
+    is_array = isinstance(field, Field) and not field.is_text
+    inner = field.element.shape if isinstance(field, Field) and field.element is not None else ()
+    num_axes = len(field.grid.shape) - len(inner) if is_array else 1
+    if not -num_axes <= axis < num_axes or (not is_array and isinstance(field, MatrixField) and axis):
+        what = f"{num_axes} {'axis' if num_axes == 1 else 'axes'}" if is_array else "samples along its first axis only"
+        raise FieldError(f"{where} has {what}, but sample_axis is {axis}: leave it out of sample_axis")
+    if not isinstance(field, Field) or not axis % num_axes:
+        return field
+    axis, grid = axis % num_axes, field.grid
+    order = (axis, *(other for other in range(len(grid.shape)) if other != axis))
+    shape = tuple(grid.shape[each] for each in order)
+    chunks = grid.chunks and tuple(grid.chunks[each] for each in order)
+    return replace(field, grid=replace(grid, shape=shape, chunks=chunks), axes="", sample_axis=axis)
+
+
 def _find_table(file: h5py.File, guard: Guard, path: str) -> tuple[str, tuple[str, ...]] | None:
     """Split the path of a member of a compound type, such as "events/p4.x", into its dataset and the member."""
     for at in range(len(path) - 1, 0, -1):
@@ -284,11 +320,16 @@ def with_members(file: h5py.File, guard: Guard, fields: Stored) -> Stored:
     return named
 
 
-def parse_fields(fields: Fields | None, **tables: Mapping[str, str] | None) -> dict[str, str | FlatSamples] | None:
-    """Validate the argument ``fields``, and return the datasets of each field, or None for the default fields.
+def parse_fields(
+    fields: Fields | None, sample_axis: int | Mapping[str, int] | None = None, **tables: Mapping[str, str] | None
+) -> dict[str, Any] | None:
+    """Validate the argument ``fields``, and return what is stored of each field, or None for the default fields.
 
-    ``tables`` are the arguments ``offsets`` and ``lengths``, which map fields to datasets.
+    ``sample_axis`` is an axis for all fields that are datasets, or for each field. ``tables`` are the arguments
+    ``offsets`` and ``lengths``, which map fields to datasets.
     """
+    if fields is None and isinstance(sample_axis, Mapping):
+        fields = list(sample_axis)
     given = [(kind, name, path) for kind, mapping in tables.items() for name, path in _pairs(kind, mapping)]
     if fields is None and given:
         fields = list(dict.fromkeys(name for _, name, _ in given))
@@ -300,6 +341,18 @@ def parse_fields(fields: Fields | None, **tables: Mapping[str, str] | None) -> d
         if not isinstance(values, str) or not isinstance(table, str):
             raise OptionError(f"{kind} has {table!r} for {name!r}: specify one dataset, as offsets or as lengths")
         parsed[name] = FlatSamples(values, table, kind == "lengths")
+    if sample_axis is None:
+        return parsed
+    if parsed is None:
+        raise OptionError(f"sample_axis is {sample_axis!r}, but no fields are named: name them in fields=[...], too")
+    if not isinstance(sample_axis, Mapping):
+        sample_axis = {name: sample_axis for name, dataset in parsed.items() if isinstance(dataset, str)}
+    for name, axis in sample_axis.items():
+        if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+            raise OptionError(f"sample_axis is {axis!r}: pass the number of an axis, such as -1 for the last one")
+        if not isinstance(parsed.get(name), str):
+            raise OptionError(f"sample_axis has {name!r}: name a field of fields, which has no offsets or lengths")
+        parsed[name] = AlongAxis(parsed[name], int(axis))
     return parsed
 
 

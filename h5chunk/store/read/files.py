@@ -14,23 +14,30 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import FieldError, FileError, OptionError, printable, shown
+import numpy as np
+
+from h5chunk.errors import FieldError, FileError, OptionError, names_text, printable, shown
 from h5chunk.paths import check_path, expanded
 from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions, list_url, open_urls, urls_of
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.hdf5.lookalike import describe_lookalike
 from h5chunk.store.hdf5.patterns import natural
 from h5chunk.store.read.checksums import FIRST, OFF
+from h5chunk.store.read.field_readers import read_rows
 from h5chunk.store.read.fields import Stored
 from h5chunk.store.read.fileset import FileSet
+from h5chunk.store.read.joined import DROP, Joined, check_lengths, rows_by_key
+from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.source import Source
+from h5chunk.store.read.tables import ROW_IDS, SOURCE_NAMES, decoded, values_of_samples
 from h5chunk.urls import PATTERN, is_cut_url, is_url, local_copy_of, parse
 
 OnePath = str | os.PathLike[str]
 Paths = OnePath | Sequence[OnePath]
 
 SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad")  # suffixes of the files to read in a folder
+MAPPING = "h5chunk.ChunkDataset({'x': 'FILE.h5', 'y': 'OTHER.h5'})"  # for messages
 NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.h5")
 
 
@@ -58,6 +65,77 @@ def open_reader(
     return _open(files, fields, name, trusted, checksums)
 
 
+def open_joined(
+    paths: Mapping[str, Paths],
+    fields: Stored | None = None,
+    *,
+    key: str | Mapping[str, str] | None = None,
+    missing: str = DROP,
+    **options: Any,
+) -> Source:
+    """Open fields that are in several files, or sets of files, as one data set.
+
+    ``paths`` has the path of each field, as `open_reader` takes it. ``fields`` and ``options`` are also those of
+    `open_reader`. Without a ``key``, row i of each file belongs to sample i. Otherwise samples are joined by the values
+    of a dataset with this name, or of a table such as ``row_ids``; a mapping has that of each field's file.
+
+    Raises OptionError or FieldError if the files do not fit.
+    """
+    fields = {name: name for name in paths} if fields is None else fields
+    for name in fields:
+        if name not in paths:
+            raise OptionError(f"path has no file for the field {name!r}: add it, as in {{{name!r}: 'FILE.h5'}}")
+    unused = next((name for name in paths if name not in fields), None)
+    if unused is not None:
+        raise OptionError(f"path has a file for {unused!r}, but fields is {[*fields]}: name the field in fields, too")
+    groups: dict[Any, dict[str, Any]] = {}  # the fields of each path
+    for name, dataset in fields.items():
+        path: Any = paths[name]
+        groups.setdefault(tuple(path) if isinstance(path, list) else path, {})[name] = dataset
+    parts = [open_reader(path, own, **options) for path, own in groups.items()]
+    if len(parts) == 1:
+        return parts[0]
+    rows: list[Any] = [None] * len(parts)
+    if key is None:
+        check_lengths(parts)
+    else:
+        named = [[_key_of(key, name) for name in own] for own in groups.values()]
+        for part, own in zip(parts, named, strict=True):
+            if len({*own}) > 1:
+                raise OptionError(f"key has {names_text({*own})} for the fields of {printable(part.path)}: name one")
+        keys = [_read_key(part, own[0]) for part, own in zip(parts, named, strict=True)]
+        rows = rows_by_key(parts, keys, missing)
+    found = [own for part in parts for own in part.fields]
+    ordered = [own for name in fields for own in found if own == name or own.startswith(f"{name}/")]
+    return Joined(parts, rows, list(dict.fromkeys(ordered)))
+
+
+def _key_of(key: str | Mapping[str, str], name: str) -> str:
+    found = key.get(name) if isinstance(key, Mapping) else key
+    if not isinstance(found, str):
+        raise OptionError(
+            f"key is {key!r}: pass the name of a dataset that all files have, or that of each field's file, as in "
+            f"key={{{name!r}: 'id'}}"
+        )
+    return found
+
+
+def _read_key(part: Source, name: str) -> np.ndarray:
+    """Read the values of a dataset or table that say which sample is which: (n,), numbers or text."""
+    if name in (SOURCE_NAMES, ROW_IDS):
+        return np.concatenate([values_of_samples(file, name) for file in part.readers])
+    stored = reopen_with_fields(part, {name: name})
+    field = stored.fields[name]
+    if isinstance(field, RaggedField) or field.sample_shape:
+        raise FieldError(f"{printable(part.path)}: the key {name!r} needs one value per sample: name another dataset")
+    if stored.num_samples != part.num_samples:
+        raise FieldError(
+            f"{printable(part.path)}: the key {name!r} has {stored.num_samples} values for {part.num_samples} samples: "
+            "name another dataset"
+        )
+    return decoded(read_rows(stored, name, np.arange(stored.num_samples)))
+
+
 def reopen_with_fields(reader: Source, fields: Mapping[str, str]) -> Source:
     """Open other fields of the same file or files. Raises FieldError if these have no rows for the samples."""
     for name in fields:
@@ -78,7 +156,7 @@ def _open(files: list[Path], fields: Stored | None, name: Path, trusted: bool, c
         except FieldError as error:
             if len(files) == 1 or fields is None or "has no dataset" not in str(error):
                 raise
-            remedy = "if each file has other fields of the same samples, h5chunk.info([FILE, FILE]).code joins them"
+            remedy = f"if each file has other fields of the same samples, pass the file of each field: {MAPPING}"
             raise FieldError(f"{error}; {remedy}") from None
     readers = [tried.get(file) or H5Reader(file, fields, **options) for file in files]
     if reason := readers[0].why_no_labels:
@@ -102,8 +180,8 @@ def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
     if not isinstance(path, (str, os.PathLike)):
         if isinstance(path, Mapping):
             raise OptionError(
-                "path is a mapping: pass a path, a pattern, or a list of them (for fields in separate files, "
-                "h5chunk.info([FILE, FILE]).code joins them)"
+                "path is a mapping of fields to files, which only h5chunk.ChunkDataset takes: pass a path, a pattern, "
+                "or a list of them"
             )
         if not isinstance(path, Iterable):
             raise OptionError(f"path is {path!r}: pass a path, a pattern, or a list of them")

@@ -29,7 +29,7 @@ from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.ragged import SeriesField
 from h5chunk.store.read.samples import Elements, Part, Rows
-from h5chunk.store.read.source import Computed, Source
+from h5chunk.store.read.source import Computed, Source, SourceFile
 from h5chunk.store.read.stored import InMemory, filters_of
 from h5chunk.store.read.through_hdf5 import Hdf5Files
 
@@ -110,10 +110,6 @@ class KeyedReader(Source):
         """Return the path of a sample's dataset."""
         return fill(self.patterns[name], self.index.name(number))
 
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        return self._files
-
     def file_of(self, number: int) -> Path:
         """Return the file of a sample."""
         return self._files[number if self.are_samples else 0]
@@ -136,11 +132,8 @@ class KeyedReader(Source):
             )
 
     @property
-    def num_files(self) -> int:  # type: ignore[override]
-        return len(self._files)
-
-    def path_of(self, number: int) -> Path:
-        return self._files[number]
+    def file_list(self) -> list[SourceFile]:
+        return [SourceFile(path, self, number) for number, path in enumerate(self._files)]
 
     def check_file(self, number: int, descriptor: int | None = None) -> None:
         path = self._files[number]
@@ -176,7 +169,7 @@ class KeyedReader(Source):
         if through.any():
             codecs = *codecs, SampleThroughHdf5(opening.cache.hdf5, self, name, first)
             codec[through] = len(codecs)
-        files = sample if self.are_samples else np.full(len(sample), number)
+        files = number + sample if self.are_samples else np.full(len(sample), number)
         blocks = Blocks(files.astype(np.int32), offset, size, mask)
         origin = KeyedOrigin(number, self, name, first, blocks.offset)
         item, zero = field.dtype.itemsize, np.zeros(1, np.int64)

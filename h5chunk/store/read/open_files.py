@@ -29,11 +29,9 @@ class OpenFiles:
     """
 
     def __init__(self, source: Any) -> None:
-        self._files = [
-            (each.path_of(number), each, number) for each in source.readers for number in range(each.num_files)
-        ]
+        self._files = source.file_list
         self.are_several = len(self._files) > 1
-        self._stay_open = all(each.num_files <= MAX_OPEN for each in source.readers)
+        self._stay_open = all(file.number < MAX_OPEN for file in self._files)
         first: dict[Path, int] = {}  # sources may be parts of the same file, whose descriptor they share
         self._first = [first.setdefault(path, number) for number, (path, _, _) in enumerate(self._files)]
         self._open: dict[int, int] = {}

@@ -27,7 +27,7 @@ from h5chunk.store.hdf5.open import descriptor_of, opened
 from h5chunk.store.read.checksums import OFF, ChunkChecks, read_sums
 from h5chunk.store.read.encoded import describe
 from h5chunk.store.read.field_readers import field_readers
-from h5chunk.store.read.fields import Field, FrameDataset, MatrixField, Stored, default_fields, with_members
+from h5chunk.store.read.fields import AlongAxis, Field, FrameDataset, MatrixField, Stored, default_fields, with_members
 from h5chunk.store.read.ragged import (
     FlatSamples,
     ImagesField,
@@ -61,7 +61,8 @@ def _of_one_length(fields: Collection[Field | RaggedField]) -> str:
     if len({shape[-1] for shape in shapes}) == 1 and max(map(len, shapes)) > 1:
         return (
             "name fields of one length; the last axes are equal, so if the samples are along these, as in files of "
-            "MATLAB, use the transposed copies file['NEW'] = file['OLD'][:].T"
+            "MATLAB, pass sample_axis=-1, or an axis for each of some fields, as in sample_axis={'images': -1} (for "
+            "commands, make transposed copies, file['NEW'] = file['OLD'][:].T)"
         )
     shortest = min(shape[0] for shape in shapes)
     longest = max(fields, key=lambda field: field.grid.shape[0]).dataset
@@ -102,7 +103,7 @@ class H5Reader(Source):
             if not fields:
                 raise OptionError("fields is empty: name at least one dataset")
             for name in (*fields.keys(), *fields.values()):
-                if not isinstance(name, (str, FlatSamples, FrameDataset)):
+                if not isinstance(name, (str, FlatSamples, FrameDataset, AlongAxis)):
                     raise OptionError(f"fields contains {name!r}: pass names of datasets")
             guard = Guard(path, trusted)
             found: dict[str, Field | RaggedField] = {}
@@ -145,7 +146,7 @@ class H5Reader(Source):
         Only h5chunk files have checksums. Other HDF5 files that differ only in their values have equal fingerprints.
         """
         facts = [
-            (name, field.dataset, tuple(map(int, field.grid.shape)), field.dtype.str, *getattr(field, "member", ()))
+            (name, field.dataset, tuple(map(int, field.grid.shape)), field.dtype.str, *getattr(field, "more_facts", ()))
             for name, field in self.fields.items()
         ]
         fingerprint = zlib.crc32(repr(facts).encode())

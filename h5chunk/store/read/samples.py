@@ -2,11 +2,12 @@
 
 | kind | arrays | a sample |
 | --- | --- | --- |
-| `Rows` | a dataset, or one for each file or episode | one index of the first axis |
+| `Rows` | a dataset, or one for each file or episode | one index of the first axis, or of another one |
 | `Runs` | the entries of all samples, one after the other | a range of the first axis |
 | `Elements` | one for each sample | all of it |
 | `Texts` | one for each string of variable length | one or several of them |
 | `PatchRows` | one for each volume | a box |
+| `MappedRows` | those of another field | one of its samples |
 | `WindowRows` | those of the frames | several rows |
 | `EncodedRows` | those of the encoded images | one row, which is decoded |
 """
@@ -70,6 +71,8 @@ class FieldReader:
     row_bytes = 1 << 62
     num_bytes: int
     num_rows: int
+    axis = 0  # the axis of the arrays along which samples are
+    is_scattered = False  # whether samples that follow each other are in many blocks, each of which has many samples
 
     def __init__(self, name: str, arrays: Sequence[Arrays], cache: BlockCache) -> None:
         self.name, self.cache = name, cache
@@ -125,7 +128,7 @@ class FieldReader:
             if not len(own):
                 continue
             low, high = arrays.bounds(own)
-            starts, stops = self.samples_in(arrays.array_of(own), low[:, 0], high[:, 0])
+            starts, stops = self.samples_in(arrays.array_of(own), low[:, self.axis], high[:, self.axis])
             yield BlockRows(arrays.blocks.offset[own], arrays.blocks.size[own], starts, stops)
 
     def samples_in(self, array: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -137,11 +140,11 @@ class FieldReader:
         """The size in bytes of the decoded blocks that should be kept."""
         return max((self._kept_bytes(reader.arrays) for reader in self.readers), default=0)
 
-    @staticmethod
-    def _kept_bytes(arrays: Arrays) -> int:
+    def _kept_bytes(self, arrays: Arrays) -> int:
         if not arrays.max_block_bytes:
             return 0
-        across = int((-(-arrays.shape[:, 1:] // arrays.block[:, 1:])).prod(axis=1).max(initial=1))
+        grid = np.delete(-(-arrays.shape // arrays.block), self.axis, axis=1)
+        across = int(grid.prod(axis=1).max(initial=1))
         return max(KEPT_BLOCKS, KEPT_BANDS * across) * arrays.max_block_bytes
 
     @property
@@ -168,7 +171,8 @@ class StoredFile(Protocol):
 class Part(NamedTuple):
     """What one file, or several parts of it, store of a field: the arrays of samples of one kind.
 
-    ``starts`` is the first sample of each array, for `Rows`. ``indptr`` is the first index of each sample, for `Runs`.
+    ``starts`` is the first sample of each array, for `Rows`, and ``axis`` the axis of samples. ``indptr`` is the first
+    index of each sample, for `Runs`.
     ``sizes`` has the lengths of elements in bytes. For encoded images, ``texts`` names the datasets that they are in,
     whose first samples are ``text_starts``.
     """
@@ -181,15 +185,24 @@ class Part(NamedTuple):
     sizes: np.ndarray | None = None
     texts: tuple[str, ...] = ()
     text_starts: np.ndarray | None = None
+    axis: int = 0
 
 
 class Rows(FieldReader):
-    """Samples that are rows of arrays. ``starts``, (m,) int64, is the first sample of each array."""
+    """Samples that are rows of arrays, or the indices of another ``axis`` of all arrays.
 
-    def __init__(self, name: str, arrays: Arrays, starts: np.ndarray, num_rows: int, cache: BlockCache) -> None:
+    ``starts``, (m,) int64, is the first sample of each array.
+    """
+
+    def __init__(
+        self, name: str, arrays: Arrays, starts: np.ndarray, num_rows: int, cache: BlockCache, axis: int = 0
+    ) -> None:
         super().__init__(name, [arrays], cache)
-        self._arrays, self._starts = arrays, starts
-        self.row_bytes = int(arrays.shape[0, 1:].prod()) * arrays.item_bytes
+        self._arrays, self._starts, self.axis = arrays, starts, axis
+        self.is_scattered = axis > 0  # the blocks of a contiguous dataset have parts of many samples
+        self._sample = arrays.shape[0].copy()  # the shape of a sample, in items
+        self._sample[axis] = 1
+        self.row_bytes = int(self._sample.prod()) * arrays.item_bytes
         self.num_bytes, self.num_rows = num_rows * self.row_bytes, num_rows
 
     @property
@@ -207,11 +220,11 @@ class Rows(FieldReader):
         array, index = self._places(rows)
         low = np.zeros((len(rows), self._arrays.num_axes), np.int64)
         high = self._arrays.shape[array] if len(self._arrays) > 1 else np.repeat(self._arrays.shape, len(rows), axis=0)
-        low[:, 0], high[:, 0] = index, index + 1
+        low[:, self.axis], high[:, self.axis] = index, index + 1
         return Boxes(array, low, high, destinations, 0)
 
     def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
-        reader, item, inner = self.readers[0], self._arrays.item_bytes, self._arrays.shape[0, 1:]
+        reader, item = self.readers[0], self._arrays.item_bytes
         is_raw = self._arrays.is_raw and self._arrays.num_axes == 1
         if not self.row_bytes:  # samples without values
             return iter(())
@@ -222,12 +235,18 @@ class Rows(FieldReader):
             boxes = self.boxes(rows, np.zeros(len(rows), np.int64), None)
             place = np.zeros_like(boxes.low)
             place[:, -1] = starts // item
-            shape = *np.ones(len(inner), int), -1
+            shape = *np.ones(self._arrays.num_axes - 1, int), -1
             return _together(reader.boxes(boxes._replace(place=place), items_of(out.indices, item, (1, *shape))))
         if is_raw:
             return _together(reader.rows(*self._places(rows), destinations, out))
-        target = items_of(out.reshape(-1), item, (len(out), 1, *inner))
+        target = items_of(out.reshape(-1), item, (len(out), *self._sample))
         return _together(reader.boxes(self.boxes(rows, destinations, None), target))
+
+    def bytes_read(self, rows: np.ndarray) -> int:
+        if not self.axis:
+            return super().bytes_read(rows)
+        blocks = np.unique(self._arrays.cut(self.boxes(rows, rows, None)).block)  # also raw ones are read whole
+        return int(self._arrays.items_in(blocks).sum()) * self._arrays.item_bytes
 
     def samples_in(self, array: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return low + self._starts[array], high + self._starts[array]
@@ -422,8 +441,7 @@ class PatchRows(FieldReader):
     def samples_in(self, array: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros_like(array), np.full_like(array, self._reader.num_samples)
 
-    @staticmethod
-    def _kept_bytes(arrays: Arrays) -> int:
+    def _kept_bytes(self, arrays: Arrays) -> int:
         return CACHE_BYTES if arrays.max_block_bytes else 0
 
     @property
@@ -451,6 +469,48 @@ def pad(patch: np.ndarray, low: np.ndarray, shape: np.ndarray, padding: Any) -> 
             source = index[outside] % period
             source = np.minimum(source, period - source) if size > 1 else source * 0
         view[outside] = view[source - first]
+
+
+class MappedRows(FieldReader):
+    """Samples that are other samples of a field. ``rows``, (n,) int64, has their numbers in ``field``."""
+
+    def __init__(self, name: str, field: FieldReader, rows: np.ndarray) -> None:
+        super().__init__(name, (), field.cache)
+        self.readers, self._field, self._rows = field.readers, field, rows
+        self.row_bytes, self.num_bytes = field.row_bytes, field.num_bytes
+        self.num_rows = len(rows)
+        if self.row_bytes < FieldReader.row_bytes:
+            self.num_bytes = len(rows) * self.row_bytes
+        self._is_ascending = bool((rows[1:] >= rows[:-1]).all())
+        self.is_scattered = not self._is_ascending or field.is_scattered
+
+    def tasks(self, rows: np.ndarray, destinations: np.ndarray, out: Any) -> Iterator[ReadTask]:
+        """Yield tasks as `FieldReader.tasks` does, sorted, so that a block is decoded once."""
+        mapped = self._rows[rows]
+        order = np.argsort(mapped, kind="stable")
+        return self._field.tasks(mapped[order], destinations[order], out)
+
+    def bytes_read(self, rows: np.ndarray) -> int:
+        return self._field.bytes_read(np.unique(self._rows[rows]))
+
+    def block_rows(self, file: int) -> Iterator[BlockRows]:
+        for offsets, sizes, starts, stops in self._field.block_rows(file):
+            if self._is_ascending:
+                starts, stops = np.searchsorted(self._rows, starts), np.searchsorted(self._rows, stops)
+            else:
+                starts, stops = np.zeros_like(starts), np.full_like(stops, len(self._rows))
+            yield BlockRows(offsets, sizes, starts, stops)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The size in bytes of the decoded blocks that should be kept: all of them, if they have another order."""
+        if self._is_ascending or self.is_raw:
+            return self._field.kept_bytes
+        return max(self._field.kept_bytes, min(CACHE_BYTES, self._field.num_bytes))
+
+    @property
+    def thread_bytes(self) -> int:
+        return self._field.thread_bytes
 
 
 class WindowRows(FieldReader):

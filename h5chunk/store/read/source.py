@@ -53,6 +53,14 @@ class Groups(NamedTuple):
     numbers: np.ndarray  # (n,) int64, the group of each sample
 
 
+class SourceFile(NamedTuple):
+    """A file of a data set. It is the file ``number`` of ``source``."""
+
+    path: Path
+    source: Source
+    number: int
+
+
 class Source:
     """The samples of some fields, in one file or several. Each process opens the files at its first read.
 
@@ -105,9 +113,15 @@ class Source:
         return self._readers or (self,)
 
     @property
+    def file_list(self) -> list[SourceFile]:
+        """All files, in the order of their samples. Blocks refer to a file by its index in this list."""
+        own = [SourceFile(self.path, self, 0)]
+        return [file for reader in self.readers for file in (own if reader is self else reader.file_list)]
+
+    @property
     def paths(self) -> tuple[Path, ...]:
-        """The files, in the order of their samples."""
-        return tuple(reader.path for reader in self.readers)
+        """The paths of all files, each of them once."""
+        return tuple(dict.fromkeys(file.path for file in self.file_list))
 
     @property
     def is_set(self) -> bool:
@@ -117,7 +131,12 @@ class Source:
     @property
     def is_remote(self) -> bool:
         """Whether at least one file is a remote object."""
-        return any(reader.mirror is not None for reader in self.readers)
+        return any(file.source.mirror is not None for file in self.file_list)
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether a stored block may be read for several windows, even if each sample is read once."""
+        return any(isinstance(field, Field) and field.sample_axis for field in self.fields.values())
 
     @property
     def matrix(self) -> MatrixField | None:
@@ -139,18 +158,16 @@ class Source:
         groups = self.groups
         return None if groups is None else np.array(groups.names, np.str_)[groups.numbers[samples]]
 
-    num_files = 1  # number of its files, apart from those of other readers
-
-    def path_of(self, number: int) -> Path:
-        """Return the path of one of its files."""
-        return self.path
-
     def check_file(self, number: int, descriptor: int | None = None) -> None:
         """Raise FileError if one of its files, or the open file, was changed since this source was made."""
         self.check_unchanged(descriptor)
 
     def source_of(self, name: str) -> Source:
         """Return the source of the rows of which a field's samples consist, such as the frames of windows."""
+        return self
+
+    def part_of(self, name: str) -> Source:
+        """Return the source of a field, or of another dataset or table, if different fields have different files."""
         return self
 
     def rows_of_samples(self, name: str, samples: np.ndarray) -> tuple[Source, np.ndarray]:
@@ -164,7 +181,13 @@ class Source:
         """Return the file and the path of each dataset that has values of a field, or of the dataset ``field``."""
         if self._readers:
             return [dataset for reader in self._readers for dataset in reader.datasets_of(field)]
-        return [(self.path, self.fields[field].dataset if field in self.fields else field)]
+        stored = self.fields.get(field)
+        if isinstance(stored, Field) and stored.sample_axis:
+            raise FieldError(
+                f"field {field!r} has samples along the axis {stored.sample_axis}, for which h5chunk info --stats "
+                "computes no statistics: compute their mean and standard deviation with NumPy"
+            )
+        return [(self.path, field if stored is None else stored.dataset)]
 
     def check_rows(self, name: str) -> None:
         """Raise FieldError unless other datasets than those of the fields have one row per sample."""

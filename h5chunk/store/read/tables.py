@@ -28,6 +28,13 @@ from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.source import Source
 
 ROW_IDS, COLUMN_IDS, SYMBOLS = "row_ids", "column_ids", "column_symbols"
+SOURCE_NAMES = "source_names"  # the table of all names, concatenated
+TEXT_ERRORS = "backslashreplace"  # error handler for invalid UTF-8
+
+
+def decoded(values: np.ndarray) -> np.ndarray:
+    r"""Decode byte strings as UTF-8, with ``\xNN`` for an invalid byte. Numbers are returned unchanged."""
+    return np.char.decode(values, "utf-8", TEXT_ERRORS) if values.dtype.kind == "S" else values
 
 
 def read_table(reader: Source, name: str) -> np.ndarray:
@@ -56,6 +63,38 @@ def find_table(reader: Source, name: str) -> np.ndarray | None:
     except FieldError:
         return _read_foreign_table(reader, name)
     return read_rows(stored, name, np.arange(stored.num_samples))
+
+
+def values_of_samples(reader: Source, name: str) -> np.ndarray:
+    """Read a table of one file that has one value per sample: (n,), numbers or str."""
+    table = read_table(reader, name)
+    if name == SOURCE_NAMES:
+        text, ends = table.tobytes(), read_table(reader, "source_name_ends")
+        starts = np.concatenate(([0], ends[:-1]))
+        if len(ends) != reader.num_samples or (ends < starts).any() or (len(ends) and ends[-1] != len(text)):
+            raise FileError(f"{printable(reader.path)} is damaged, because source_name_ends does not fit source_names")
+        names = [text[start:end].decode("utf-8", TEXT_ERRORS) for start, end in zip(starts, ends, strict=True)]
+        return np.array(names, np.str_)
+    if len(table) != reader.num_samples:
+        raise FileError(
+            f"{printable(reader.path)} is damaged, because {name} has {len(table)} values for {reader.num_samples} "
+            "samples"
+        )
+    return decoded(table)
+
+
+def has_table(reader: Source, name: str) -> bool:
+    """Return whether a file has a table, or a dataset with this path."""
+    matrix = reader.matrix.dataset if reader.matrix else ""
+    found: bool = in_child(reader.path, _has_table, reader.path, reader.trusted, name, matrix)
+    return found
+
+
+def _has_table(file_path: Path, trusted: bool, name: str, matrix: str) -> bool:
+    with limited_memory(file_path, trusted), opened(file_path) as file:
+        guard = Guard(file_path, trusted)
+        paths = f"{GROUP}/{name}", name, *_table_paths(file, guard, name, matrix)
+        return any(guard.find(file, path) is not None for path in paths)
 
 
 def _read_foreign_table(reader: Source, name: str) -> np.ndarray | None:

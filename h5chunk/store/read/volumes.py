@@ -228,7 +228,7 @@ class PatchReader(Source):
             source.check_unchanged()
             with opened(source.path) as file:
                 source.check_unchanged()
-                stored = opening.file(source, file, number)
+                stored = opening.file(source, file, opening.first_file + number)
                 for name in names:
                     for volume, (of, dataset) in enumerate(self.volume_fields[name].datasets):
                         if of == number:
