@@ -197,7 +197,7 @@ def _describe_set(path: Paths, argument: str, files: Sequence[FileInfo], trusted
                 raise
             reader = open_reader(path, fields={name: name for name in names}, trusted=trusted)
     except H5ChunkError as error:
-        return _describe_parts(path, files) or {"mismatch": str(error)}
+        return _describe_parts(files, trusted) or {"mismatch": str(error)}
     fields = []
     images = files[0].images if files else []
     for name, field in reader.fields.items():
@@ -256,11 +256,8 @@ def _lost_notes(file: h5py.File, header: Header | None, path: Path) -> list[str]
     return [f"{', '.join(map(repr, lost[:4]))} has checksums, but does not exist: it was renamed or deleted ({verify})"]
 
 
-def _describe_parts(path: Paths, files: Sequence[FileInfo]) -> dict[str, Any]:
-    """Describe files that each have other fields of the same samples; empty if they are anything else.
-
-    The code joins them by external links.
-    """
+def _describe_parts(files: Sequence[FileInfo], trusted: bool) -> dict[str, Any]:
+    """Describe files that each have other fields of the same samples; empty if they are anything else."""
     owners = {name: file for file in files for name in file.fields}
     mains = {name: _first_like(file.datasets, name) for name, file in owners.items()}
     items = [item for item in mains.values() if item]
@@ -268,23 +265,11 @@ def _describe_parts(path: Paths, files: Sequence[FileInfo]) -> dict[str, Any]:
     if not is_split or len(items) < len(owners) or len({item.shape[0] for item in items}) != 1:
         return {}
     names = [item.name for item in sorted(items, key=order_key)]
-    joined = Path(files[0].path).parent / "joined.h5"
-    if isinstance(path, (str, os.PathLike)) and Path(path).is_dir():
-        joined = Path(path).with_name(f"{Path(os.path.abspath(path)).name}-joined.h5")  # not one of the folder's files
-    target, links = python_text(str(joined)), []
-    for name in names:
-        file = python_text(os.path.relpath(owners[name].path, joined.parent))
-        links.append(f"    file[{python_text(name)}] = h5py.ExternalLink({file}, {python_text(name)})")
+    of_fields = ", ".join(f"{python_text(name)}: {python_text(owners[name].path)}" for name in names)
     return {
-        "mismatch": "each file has other fields of the same samples; the code joins them by links",
-        "code": [
-            "import h5py",
-            "import h5chunk",
-            f'with h5py.File({target}, "w") as file:',
-            *links,
-            f"data = h5chunk.ChunkDataset({target}, fields={_list_text(names)}, trusted=True)",
-            f"loader = h5chunk.ChunkLoader(data, {BATCH})",
-        ],
+        "mismatch": "each file has other fields of the same samples; the code joins row i of all files, and key='NAME' "
+        "joins by a dataset of ids",
+        "code": training_code(f"{{{of_fields}}}", names, names, trusted=trusted),
     }
 
 
@@ -353,6 +338,8 @@ def _find_code(
         shapes = [
             f"{item.name} is {shape_text(item.shape[::-1])} in MATLAB" for item in datasets if item.name in fields
         ]
+        if any("sample_axis" in line for line in code):
+            shapes.append("if repr(data) says that much more is read than used, make transposed copies: file['x'][:].T")
         return Recognised("written by MATLAB, whose axes HDF5 has in reverse order", fields, code, notes=shapes)
     if header is None and not matrices:
         if (found := recognise(datasets, argument, trusted=trusted)) is not None:

@@ -142,8 +142,7 @@ def matlab_code(path: str, datasets: Sequence[DatasetInfo]) -> tuple[list[str], 
     """Return the fields of a file of MATLAB, and code that loads them; both are empty if there are none.
 
     MATLAB's first axis is HDF5's last one, and samples may be along either. The number of samples is the length of that
-    of these axes of the main field that most other fields share. The code transposes fields with samples along the
-    last axis.
+    of these axes of the main field that most other fields share.
     """
     data = _tensors(datasets)
     if not data:
@@ -158,17 +157,13 @@ def matlab_code(path: str, datasets: Sequence[DatasetInfo]) -> tuple[list[str], 
     names = [item.name for item in fields]
     if all(item.shape[0] == num_samples for item in fields):
         return names, training_code(python_text(path), names, ())
-    arrays = [
-        f"file[{python_text(item.name)}][:]{'' if item.shape[0] == num_samples else '.T'}.squeeze()" for item in fields
-    ]
-    named = [f"{python_text(name.rpartition('/')[2])}: {array}" for name, array in zip(names, arrays, strict=True)]
-    target = python_text(f"{Path(path).stem}-rows.h5")
+    others = [item.name for item in fields if item.shape[0] != num_samples]
+    axes = "-1" if len(others) == len(fields) else f"{{{', '.join(f'{python_text(name)}: -1' for name in others)}}}"
+    listed = ", ".join(map(python_text, names))
     return names, [
-        "import h5py",
         "import h5chunk",
-        f"with h5py.File({python_text(path)}) as file:  # .T makes MATLAB's first axis the axis of samples",
-        f"    h5chunk.convert({{{', '.join(named)}}}, {target})",
-        f"loader = h5chunk.ChunkLoader({target}, {BATCH})",
+        f"data = h5chunk.ChunkDataset({python_text(path)}, fields=[{listed}], sample_axis={axes})",
+        f"loader = h5chunk.ChunkLoader(data, {BATCH})",
     ]
 
 
