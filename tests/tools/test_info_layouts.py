@@ -410,7 +410,7 @@ def test_fields_in_separate_files_are_named_with_a_way(tmp_path: Path) -> None:
             h5chunk.H5ChunkError, match=r"h5chunk\.ChunkDataset\(\{'x': 'FILE\.h5', 'y': 'OTHER\.h5'\}\)"
         ):
             read()
-    assert f"loader = h5chunk.ChunkLoader({{'x': '{x}', 'y': '{y}'}}, 256)" in h5chunk.info([x, y]).code
+    assert f'loader = h5chunk.ChunkLoader({{"x": "{x}", "y": "{y}"}}, 256)' in h5chunk.info([x, y]).code
 
 
 @pytest.mark.parametrize("missing", [[-99], [-99, 40]])
