@@ -66,13 +66,15 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     Parameters
     ----------
-    path : path or sequence of paths
+    path : path, sequence of paths, or mapping of str to these
         One file, or several files that form one data set: a folder, a pattern such as ``shards/*.h5``, or a list.
         Samples are numbered file after file. The files of a folder or a pattern are sorted by name (``2.h5`` before
         ``10.h5``); those of a list keep its order. Fields and class names must agree, but chunks may differ. A folder
         that lacks a shard raises FileError. URLs of objects (``s3://``, ``gs://``, ``az://``, ``https://``) need the
         extra ``remote``. Their bytes are fetched by range requests as they are needed, and an object that changes
-        raises FileError.
+        raises FileError. If fields of the same samples are in different files, pass a mapping of fields to files, such
+        as ``{"x": "train_x.h5", "y": "train_y.h5"}``, or to sets of files: ``{"x": "images/*.h5", "y": "labels.h5"}``.
+        Sample i has row i of each of them, unless ``key`` is given.
     fields : sequence or mapping of str, optional
         Datasets to read, in this order, or the group of a CSR matrix, which comes first; a mapping gives them names.
         Default: ``images``, or the matrix ``X``, and ``labels`` if they exist. ``sample_number`` is the number of each
@@ -85,6 +87,19 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         with the offsets of the samples, (n + 1,), from 0 to the number of rows, or with their lengths, (n,). An example
         is ``offsets={"tokens": "starts"}``. Batches have two tensors for such a field: see `h5chunk.transforms.Pad`
         (the default) and `h5chunk.transforms.Pack`.
+    sample_axis : int or mapping of str to int, optional
+        The axis along which samples are, of all datasets in ``fields``, or by field name. The default is 0, the first
+        one. Files of MATLAB often need -1, the last axis: then sample i of a dataset of shape (C, H, W, N) has the shape
+        (C, H, W). Each window reads all of a contiguous dataset if the axis is not the first one:
+        `read_amplification` says so.
+    key : str or mapping of str, optional
+        If ``path`` is a mapping: a dataset with one number or text per sample, which says which sample it is, or the
+        tables ``source_names`` and ``row_ids`` of a file. A mapping has the key of each field's file. Samples are in the
+        order of the file with the largest samples, where several may have the same key; other files may have another
+        order. Chunks of these, if compressed, are read again for each window unless they fit in memory:
+        `read_amplification` counts that.
+    missing : {"drop", "error"}
+        What to do if keys are not in all files: leave out these samples, with a warning, or raise FieldError.
     trusted : bool
         Whether to follow links, views of other files and external storage, wherever they lead, and to run unknown
         filters. If False, a file is first opened in a child process (some 5 ms, and 0.3 s for the first file of a
@@ -115,7 +130,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     FileError
         The file is missing, not HDF5 or truncated; or it is replaced, or a chunk is found to be damaged, while reading.
     FieldError
-        A dataset is missing or is not a field, or the fields differ between files.
+        A dataset is missing or is not a field; the fields differ between files; or joined files differ in length, or
+        have keys that are repeated or not comparable.
     OptionError
         An argument is invalid, or the file has no checksums.
     """
@@ -406,7 +422,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files, in the order in which their samples are numbered."""
+        """The files, in the order in which their samples are numbered, and for joined files in that of the fields."""
         return tuple(map(shown, self._reader.paths))
 
     @property
