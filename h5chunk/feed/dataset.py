@@ -89,15 +89,14 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         (the default) and `h5chunk.transforms.Pack`.
     sample_axis : int or mapping of str to int, optional
         The axis along which samples are, of all datasets in ``fields``, or by field name. The default is 0, the first
-        one. Files of MATLAB often need -1, the last axis: then sample i of a dataset of shape (C, H, W, N) has the shape
-        (C, H, W). Each window reads all of a contiguous dataset if the axis is not the first one:
-        `read_amplification` says so.
+        one. Files of MATLAB often need -1, the last axis: sample i of a dataset of shape (C, H, W, N) then has the
+        shape (C, H, W). If the axis is not the first one, each window reads all of a contiguous dataset, as
+        `read_amplification` says.
     key : str or mapping of str, optional
         If ``path`` is a mapping: a dataset with one number or text per sample, which says which sample it is, or the
-        tables ``source_names`` and ``row_ids`` of a file. A mapping has the key of each field's file. Samples are in the
-        order of the file with the largest samples, where several may have the same key; other files may have another
-        order. Chunks of these, if compressed, are read again for each window unless they fit in memory:
-        `read_amplification` counts that.
+        tables ``source_names`` and ``row_ids`` of a file. A mapping has the key of each field's file. Samples are in
+        the order of the file with the largest samples, where several may have the same key. Compressed chunks of files
+        in another order are read again for each window, unless they fit in memory: `read_amplification` counts that.
     missing : {"drop", "error"}
         What to do if keys are not in all files: leave out these samples, with a warning, or raise FieldError.
     trusted : bool
