@@ -242,7 +242,7 @@ class MemoryBudget:
     @property
     def _ahead_bytes(self) -> int:
         """The number of bytes of remote objects to read ahead, which is at most half of the limit on their cache."""
-        mirrors = [file.source.mirror for file in self._source.reader.file_list if file.source.mirror is not None]
+        mirrors = [mirror for mirror in self._source.reader.mirrors if mirror is not None]
         limits = [mirror.cache_bytes // 2 for mirror in mirrors if mirror.cache_bytes is not None]
         return min([REMOTE_AHEAD_BYTES, *limits]) if mirrors else 0
 

@@ -29,8 +29,7 @@ class DiskCache:
 
     def __init__(self, reader: Source, fields: Mapping[str, FieldReader]) -> None:
         self._reader = reader
-        mirrors = [file.source.mirror for file in reader.file_list]
-        self._mirrors = list(dict.fromkeys(mirror for mirror in mirrors if mirror is not None))
+        self._mirrors = list(dict.fromkeys(mirror for mirror in reader.mirrors if mirror is not None))
         limits = [each.cache_bytes for each in self._mirrors if each.cache_bytes is not None]
         self._limit = min(limits, default=None)
         self._fields = fields
@@ -60,8 +59,7 @@ class DiskCache:
         """Hold all data of the fields ``names`` that an epoch may use. Return None if some of it is not cached."""
         samples = order.selection.samples if isinstance(order.selection, FixedSelection) else None
         wanted: dict[Mirror, list[tuple[np.ndarray, np.ndarray]]] = {}
-        for number, file in enumerate(self._reader.file_list):
-            mirror = file.source.mirror
+        for number, mirror in enumerate(self._reader.mirrors):
             if mirror is None:
                 continue
             for offsets, sizes, starts, stops in self._chunks(number, names):

@@ -18,7 +18,7 @@ from h5chunk.store.hdf5.keyed_index import KeyedIndex, Wanted
 from h5chunk.store.hdf5.keyed_list import open_index
 from h5chunk.store.hdf5.patterns import parse_samples
 from h5chunk.store.read.checksums import OFF
-from h5chunk.store.read.files import Paths, list_local_files, single_file
+from h5chunk.store.read.files import Paths, list_data_files, single_file
 from h5chunk.store.read.keyed import keyed_source
 
 QUIET_S = 1.0  # time after which progress is shown on a terminal
@@ -52,7 +52,7 @@ class Keyed(ChunkDataset):
     Parameters
     ----------
     path : path or sequence of paths
-        As for `ChunkDataset`, but no URLs.
+        As for `ChunkDataset`.
     pattern : str, or sequence or mapping of str
         Paths of datasets, with ``*`` in place of each part of a sample's key. Each pattern is a field; all patterns
         must be equal up to the last ``*``. A mapping names the fields. Otherwise, a field is named after the path that
@@ -126,7 +126,7 @@ class Keyed(ChunkDataset):
                 f"checksums is {checksums!r}, but samples that are datasets have no checksums: leave checksums out, or "
                 "copy them into one dataset, with checksums, by h5chunk convert --samples"
             )
-        files = list_local_files(path, remote_options(cache_dir, cache_bytes, storage_options), "Keyed")
+        files = list_data_files(path, remote_options(cache_dir, cache_bytes, storage_options))
         if not any("*" in each for each in patterns.values()) and len(files) == 1 and single_file(path):
             raise OptionError(
                 f"pattern has {next(iter(patterns.values()))!r} without a *, which makes each file a sample, "

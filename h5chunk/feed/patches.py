@@ -24,7 +24,7 @@ from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.field_readers import field_readers
 from h5chunk.store.read.fields import Fields, named_paths
-from h5chunk.store.read.files import Paths, list_local_files
+from h5chunk.store.read.files import Paths, list_data_files
 from h5chunk.store.read.volumes import (
     POSITION,
     WEIGHTS,
@@ -60,7 +60,7 @@ class Patches(ChunkDataset):
     Parameters
     ----------
     path : path or sequence of paths
-        As for `ChunkDataset`, but no URLs.
+        As for `ChunkDataset`.
     fields : sequence or mapping of str
         Datasets; a mapping gives them names. If a file has several volumes, ``*`` takes the place of the volume's name,
         as in ``{"raw": "*/raw", "label": "*/label"}``. Volumes may differ in size. ``sample_number`` is the number of
@@ -141,7 +141,7 @@ class Patches(ChunkDataset):
         if not _is_number(share) or not 0 <= share <= 1:
             raise OptionError(f"share is {share!r}: pass a number from 0 to 1")
         seed = check_whole("seed", seed, 0, MAX_SEED)
-        files = list_local_files(path, remote_options(cache_dir, cache_bytes, storage_options), "Patches")
+        files = list_data_files(path, remote_options(cache_dir, cache_bytes, storage_options))
         weigher, weighed = weights_field(weights, fields)
         of_field = channels if isinstance(channels, Mapping) else dict.fromkeys((*fields, WEIGHTS), channels)
         leading = {name: of_field.get(name) for name in (*fields, WEIGHTS)}

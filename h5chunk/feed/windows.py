@@ -48,7 +48,7 @@ class Windows(ChunkDataset):
     Parameters
     ----------
     path : path or sequence of paths
-        As for `ChunkDataset`, but no URLs. An episode never continues in another file.
+        As for `ChunkDataset`. An episode never continues in another file.
     fields : sequence or mapping of str
         Datasets with one row per time step; a mapping gives them names. If each episode is a group, ``*`` takes the
         place of its name, as in ``{"actions": "data/*/actions"}``. Other names of a path may have a ``*``, too, also

@@ -101,7 +101,7 @@ class Mirror:
     """A sparse local copy of one version of an object, filled on demand and shared by any number of processes."""
 
     def __init__(self, url: str, folder: str, options: RemoteOptions) -> None:
-        self.url, self._folder, self._options = url, folder, options
+        self.url, self._folder, self.options = url, folder, options
         self.path = Path(folder) / OBJECT
         self.keeps, self.cache_bytes = options.cache_dir is not None, options.cache_bytes
         self._opened: tuple[int, Pages] | None = None
@@ -116,7 +116,7 @@ class Mirror:
     @property
     def storage_options(self) -> Mapping[str, Any]:
         """Options of the store, which are passed to obstore."""
-        return self._options.storage_options
+        return self.options.storage_options
 
     @property
     def pages(self) -> Pages:
@@ -164,7 +164,7 @@ class Mirror:
         connection = client.client()
         if self._folder not in connection.opened:
             message = {"op": "open", "url": self.url, "folder": self._folder}
-            connection.call({**message, "options": dict(self._options.storage_options)})
+            connection.call({**message, "options": dict(self.options.storage_options)})
             connection.opened.add(self._folder)
         return connection
 
@@ -253,6 +253,9 @@ def open_url(url: str, options: RemoteOptions) -> Mirror:
     connection = client.client()
     folder = _call("open", url, options.storage_options, root=str(options.root))["folder"]
     connection.opened.add(folder)
+    known = local_copies.get(str(Path(folder) / OBJECT))
+    if known is not None and (known.url, known.options) == (url, options) and known.pages.is_there:
+        return known  # so that a mirror identifies an object
     mirror = Mirror(url, folder, options)
     if not mirror.keeps:  # free the pages that a killed process left
         mirror.pages.free([(0, len(mirror.pages.present()))])

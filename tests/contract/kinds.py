@@ -382,9 +382,6 @@ class VariableLength(Kind):
         file["labels"] = random.permutation(N)
 
 
-NO_URLS = {"url": Empty("they are read from local files only", "copy the objects")}
-
-
 class EachDataset(Kind):
     """A dataset per sample, with an attribute."""
 
@@ -393,7 +390,6 @@ class EachDataset(Kind):
     layout: Mapping[str, Any] = {}
     has_unwritten = False
     empty: Mapping[str, Empty] = {
-        **NO_URLS,
         "checksums": Empty(
             "samples that are datasets have none", "leave checksums out, or copy them .* h5chunk convert --samples"
         ),
@@ -425,7 +421,6 @@ class Episodes(Kind):
     layout: Mapping[str, Any] = {}
     is_png = False
     empty: Mapping[str, Empty] = {
-        **NO_URLS,
         **FOREIGN,
         "values": Empty("a window has several values", "name a field with one value per sample"),
     }
@@ -491,7 +486,6 @@ class Volumes(Kind):
     layout: Mapping[str, Any] = {}
     is_tiled = False
     empty: Mapping[str, Empty] = {
-        **NO_URLS,
         **FOREIGN,
         **NO_STATISTICS,
         "values": Empty("a patch has many values", "pass weights= to Patches"),

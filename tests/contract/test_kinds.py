@@ -382,7 +382,8 @@ def test_several_files(made: Made) -> None:
 
 
 @feature
-def test_url(made: Made, server: Any) -> None:
+def test_url(made: Made, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     server.objects.update({f"/{path.name}": path.read_bytes() for path in made.paths[0]})
     dataset = made.open([f"{server.url}/{path.name}" for path in made.paths[0]])
     made.check(dataset, dataset[range(len(dataset))], range(len(dataset)))

@@ -37,6 +37,7 @@ from h5chunk.remote.mirror import NO_OPTIONS
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.attributes import join_columns
 from h5chunk.store.hdf5.patterns import fill
+from h5chunk.urls import local_copy_of, stable, url_of
 
 VERSION = 4
 LOOKED_AT, LOOK_BYTES = 16, 4 << 10  # number of the pieces of a file that its stamp covers, and their size
@@ -277,7 +278,7 @@ def stamps_of(files: Sequence[Path], wanted: Wanted) -> list[Stamp]:
     """Return the stamps of files. Raises FileError if one is missing.
 
     The checksum distinguishes files to which programs have given the same modification time. It is 0 if each file is a
-    sample, because there are many.
+    sample, because there are many, and for remote objects, whose stamps identify their versions.
     """
     parts = [files[start : start + STAMP_FILES] for start in range(0, len(files), STAMP_FILES)]
     with ThreadPoolExecutor(STAMP_THREADS) as pool:  # network file systems answer slowly
@@ -289,7 +290,7 @@ def _stamp(path: Path, *, with_bytes: bool) -> Stamp:
     if not (stamp := stamp_of(path)):
         raise FileError(f"{printable(path)}: no such file")
     checksum = 0
-    if with_bytes and path.is_file() and stamp[2]:
+    if with_bytes and path.is_file() and stamp[2] and local_copy_of(path) is None:
         last = max(0, stamp[2] - LOOK_BYTES)
         offsets = np.linspace(0, last, min(LOOKED_AT, last // LOOK_BYTES + 1)).astype(np.int64)
         try:
@@ -301,23 +302,29 @@ def _stamp(path: Path, *, with_bytes: bool) -> Stamp:
     return stamp[2], stamp[3], checksum
 
 
-def common_folder(files: Sequence[Path]) -> Path:
-    """Return the folder that contains all files, or folders with them."""
-    return Path(os.path.commonpath({os.path.dirname(file) for file in files}))
+def names_in_folder(files: Sequence[Path]) -> tuple[str, list[str]]:
+    """Return the folder, or URL of a folder, that contains all files or folders with them; and their names in it."""
+    texts = [stable(url_of(file)) or str(file) for file in files]
+    folder = "/".join(os.path.commonprefix([text.split("/")[:-1] for text in texts]))
+    return folder or "/", [text[len(folder) :].lstrip("/") for text in texts]
 
 
 class StoredIndex:
-    """The place of an index of files: next to them or, if that cannot be written, in the user's cache folder."""
+    """The place of an index of files: next to them or, if that cannot be written, in the user's cache folder.
+
+    The index of remote objects is in the folder of their local copies.
+    """
 
     def __init__(self, files: Sequence[Path], wanted: Wanted) -> None:
-        self._wanted, self.folder = wanted, common_folder(files)
-        before = len(os.path.join(self.folder, ""))
-        self.files = [str(file)[before:] for file in files]
+        self._wanted = wanted
+        self.folder, self.files = names_in_folder(files)
         key = hashlib.sha256(json.dumps(wanted.made_for()).encode()).hexdigest()[:12]
-        one = files[0].name if len(files) == 1 else ""
-        name = f"{one}.h5chunk-index-{key}.npz"
-        place = hashlib.sha256(os.fsencode((self.folder / one).resolve())).hexdigest()[:16]
-        self._places = [self.folder / name, NO_OPTIONS.root / "indexes" / (place + name[len(one) :])]
+        one = self.files[0] if len(files) == 1 else ""
+        name, mirror = f".h5chunk-index-{key}.npz", local_copy_of(files[0])
+        root = NO_OPTIONS.root if mirror is None else mirror.options.root
+        where = f"{self.folder}/{one}" if mirror is not None else (Path(self.folder) / one).resolve()
+        place = root / "indexes" / (hashlib.sha256(os.fsencode(where)).hexdigest()[:16] + name)
+        self._places = [place] if mirror is not None else [Path(self.folder) / (one + name), place]
 
     def load(self) -> tuple[KeyedIndex | None, dict[str, Stamp]]:
         """Load the index, and the stamps of the files that it covers. Warns if an index exists, but cannot be used."""

@@ -47,8 +47,9 @@ from h5chunk.store.hdf5.keyed_index import (
     joined,
     stamps_of,
 )
-from h5chunk.store.hdf5.open import follow, opened
+from h5chunk.store.hdf5.open import descriptor_of, follow, opened
 from h5chunk.store.hdf5.patterns import fill
+from h5chunk.store.hdf5.ranges import held
 from h5chunk.store.hdf5.types import type_problem
 
 PART_SAMPLES = 5_000  # samples per range; a child process lists a range in about a second
@@ -82,10 +83,11 @@ def open_index(files: Sequence[Path], wanted: Wanted, report: Report) -> KeyedIn
     if index is not None and not due:
         return index.take([number_of[name] for name in stored.files])
     if changed := [name for name in due if name in known]:
-        place = printable(stored.folder / changed[0])
+        place = printable(os.path.join(stored.folder, changed[0]))
         which = "the file has" if len(changed) == 1 else f"this and {len(changed) - 1} other files have"
         warnings.warn(f"{place}: the index is rebuilt, because {which} changed since it was indexed", stacklevel=4)
-    new = _list_files(stored.folder, due, wanted, report)
+    paths = dict(zip(stored.files, files, strict=True))
+    new = _list_files({name: paths[name] for name in due}, wanted, report)
     if dict(zip(stored.files, stamps_of(files, wanted), strict=True)) != stamps:
         raise FileError(f"{printable(files[0])} or another file changed while it was indexed: try again")
     others = [name for name in known if name not in stamps]
@@ -107,16 +109,16 @@ def _with(index: KeyedIndex | None, files: Sequence[int], new: KeyedIndex, wante
 
 def list_samples(path: Path, wanted: Wanted, report: Report) -> KeyedIndex:
     """List the samples of a file like `open_index`, but store no index."""
-    return _list_files(path.parent, [path.name], wanted, report)
+    return _list_files({path.name: path}, wanted, report)
 
 
-def _list_files(folder: Path, names: Sequence[str], wanted: Wanted, report: Report) -> KeyedIndex:
-    """List the samples of files in a folder, in child processes."""
+def _list_files(named: Mapping[str, Path], wanted: Wanted, report: Report) -> KeyedIndex:
+    """List the samples of files, by their names, in child processes."""
     if wanted.outer:
-        files = [folder / name for name in names]
+        files = [*named.values()]
         keys = in_child(files[0], _list_keys, files, wanted)
     else:  # each file is a sample, whose key is its path without the suffix
-        keys = [Keys(folder / name, True, [os.fsencode(os.path.splitext(name)[0])]) for name in names]
+        keys = [Keys(path, True, [os.fsencode(os.path.splitext(name)[0])]) for name, path in named.items()]
     total = sum(len(each.keys) for each in keys)
     if empty := [each.path for each in keys if not each.keys]:
         before = wanted.outer.partition("*")[0].strip("/")
@@ -381,7 +383,9 @@ class _FieldLister:
         values = np.empty(dataset.shape, self._first[2]) if self._first else np.empty(0)
         dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
         start = int(h5py.h5g.get_objinfo(dataset).objno[0])
-        found = os.pread(self._file.id.get_vfd_handle(), values.nbytes + HEADER_BYTES, start).find(values.tobytes())
+        size, descriptor = min(values.nbytes + HEADER_BYTES, self._file_bytes - start), descriptor_of(self._file)
+        with held(descriptor, np.array([start]), np.array([size])):
+            found = os.pread(descriptor, size, start).find(values.tobytes())
         return (THROUGH_HDF5, []) if found < 0 else (CONTIGUOUS, [(start + found, values.nbytes, 0)])
 
     def _chunked(

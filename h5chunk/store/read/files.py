@@ -208,14 +208,6 @@ def list_data_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Pat
     return [Path(os.path.abspath(file)) for file in list_files(path, remote)]
 
 
-def list_local_files(path: Paths, remote: RemoteOptions, kind: str) -> list[Path]:
-    """List files as `list_data_files` does. Raises OptionError for URLs, because ``kind`` cannot read them."""
-    files = list_data_files(path, remote)
-    if any(local_copy_of(file) is not None for file in files):
-        raise OptionError(f"path is {path!r}, but {kind} reads only local files: copy the objects to a disk first")
-    return files
-
-
 def single_file(path: Paths) -> Path | None:
     """Return the file that a path names, or the local copy of the remote object that it names.
 

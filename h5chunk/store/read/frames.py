@@ -28,7 +28,7 @@ from h5chunk.store.read.episodes import (
 )
 from h5chunk.store.read.field_readers import read_rows
 from h5chunk.store.read.fields import FrameDataset, FrameDecoder
-from h5chunk.store.read.files import Paths, check_shards, list_local_files, open_reader
+from h5chunk.store.read.files import Paths, check_shards, list_data_files, open_reader
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.source import Source
@@ -56,12 +56,12 @@ def open_frames(
     episodes begin or end, by kind (see `find_borders`); if it is empty, each file is an episode. The fields that are
     named in ``constants``, and those without axes, have one value per episode. ``attributes`` of episodes are such
     fields, too; their values are those of episodes that lack them, or None. Raises OptionError if a name has several
-    ``*``, if some paths have more of them than others, and for URLs.
+    ``*``, or if some paths have more of them than others.
     """
     of_rows = {name: path for name, path in fields.items() if name not in constants}
     alone = {name: parse("fields", {name: fields[name]})[name] for name in fields if name in constants}
     wanted = EpisodeFields(parse("fields", of_rows), alone, attributes)
-    files = list_local_files(path, remote, "Windows")
+    files = list_data_files(path, remote)
     check_shards(path)
     if any(pattern.stars for pattern in wanted.rows.values()):
         of_files: list[OpenedEpisodes] = _each_file(files, trusted, _open_one, wanted, decoder, trusted, checksums)
@@ -87,7 +87,7 @@ def open_frames(
 
     def open_rows(names: Iterable[str]) -> Source:
         datasets = {name: FrameDataset(fields[name], decoder) for name in names}
-        return open_reader(path, datasets, trusted=trusted, checksums=checksums)
+        return open_reader(path, datasets, trusted=trusted, checksums=checksums, remote=remote)
 
     try:
         sources = [open_rows(of_rows)]

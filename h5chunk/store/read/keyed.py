@@ -13,13 +13,13 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, names_text, printable, shown
+from h5chunk.errors import FieldError, FileError, names_text, printable, shown, shown_as
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.keyed_index import THROUGH_HDF5, KeyedIndex, Wanted, common_folder
+from h5chunk.store.hdf5.keyed_index import THROUGH_HDF5, KeyedIndex, Wanted, names_in_folder
 from h5chunk.store.hdf5.open import opened, translate_errors
 from h5chunk.store.hdf5.patterns import fill
 from h5chunk.store.hdf5.types import element_of
@@ -221,8 +221,9 @@ class KeyedReader(Source):
 def keyed_source(files: Sequence[Path], wanted: Wanted, index: KeyedIndex) -> Source:
     """Return a source of the samples in ``index``, which covers these files in this order."""
     if not wanted.outer:
-        folder = common_folder(files)
-        return KeyedReader(folder, files, wanted.patterns, index, trusted=wanted.trusted)
+        folder = names_in_folder(files)[0]
+        shown_as[str(Path(folder))] = folder  # which differ for a URL
+        return KeyedReader(Path(folder), files, wanted.patterns, index, trusted=wanted.trusted)
     parts = [index.take([number]) for number in range(len(files))]
     for name, field in index.fields.items():
         for part in parts:

@@ -40,7 +40,6 @@ from h5chunk.store.read.ragged import (
 from h5chunk.store.read.samples import Part
 from h5chunk.store.read.source import Source
 from h5chunk.store.read.vlen import VlenField, read_pointers, vlen_indptr
-from h5chunk.urls import local_copy_of
 
 LABELS = "labels"
 
@@ -92,7 +91,6 @@ class H5Reader(Source):
         checksums: str = OFF,
         file: h5py.File | None = None,
     ) -> None:
-        self.mirror = local_copy_of(path)
         path = Path(path)
         stamp = stamp_of(path)  # compared after opening, to detect a replaced file
         with opened(path) if file is None else nullcontext(file) as file:

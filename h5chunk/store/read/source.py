@@ -27,6 +27,7 @@ from h5chunk.store.read.checksums import OFF, Sums
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.ragged import ImageSizes, RaggedField, SeriesField
 from h5chunk.store.read.samples import FieldReader, Part
+from h5chunk.urls import local_copy_of
 
 
 class Computed(NamedTuple):
@@ -72,7 +73,6 @@ class Source:
     file. ``is_rows`` is whether each sample is a row of each dataset.
     """
 
-    mirror: Mirror | None = None  # the mirror of a remote object, whose local copy is at ``path``
     epoch_samples = 0  # offset added to the sample numbers per epoch, if each epoch has different samples
 
     def __init__(
@@ -128,10 +128,18 @@ class Source:
         """Whether there are several files."""
         return len(self.readers) > 1
 
-    @property
+    @cached_property
+    def mirrors(self) -> tuple[Mirror | None, ...]:
+        """The mirror of each file that is a remote object, and None for local files.
+
+        Files are in the order of `file_list`.
+        """
+        return tuple(local_copy_of(file.path) for file in self.file_list)
+
+    @cached_property
     def is_remote(self) -> bool:
         """Whether at least one file is a remote object."""
-        return any(file.source.mirror is not None for file in self.file_list)
+        return any(mirror is not None for mirror in self.mirrors)
 
     @property
     def reads_again(self) -> bool:
@@ -294,4 +302,5 @@ class Source:
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name not in ("indptr", "image_sizes")}
-        return {**kept, "_readers": tuple(copy(reader) for reader in self._readers)}
+        # unpickling the mirrors makes the local copies known to another process
+        return {**kept, "mirrors": self.mirrors, "_readers": tuple(copy(reader) for reader in self._readers)}

@@ -21,7 +21,6 @@ from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.plan.selection import starts_of_runs
-from h5chunk.remote.mirror import Mirror
 from h5chunk.store.read.fields import WINDOW, Field
 from h5chunk.store.read.samples import FieldReader, WindowRows
 from h5chunk.store.read.source import Computed, Groups, Source
@@ -101,11 +100,6 @@ class WindowReader(Source):
     @property
     def readers(self) -> tuple[Source, ...]:
         return self.frames.readers if self.frames.is_set else (self,)
-
-    @property
-    def mirror(self) -> Mirror | None:  # type: ignore[override]
-        """The mirror of a single remote object."""
-        return self.frames.mirror
 
     @property
     def epoch_samples(self) -> int:  # type: ignore[override]

@@ -33,7 +33,7 @@ class StoreRequests:
     """
 
     def __init__(self, reader: Source) -> None:
-        self._mirrors = {number: single.mirror for number, single in enumerate(reader.readers) if single.mirror}
+        self._mirrors = {number: mirror for number, mirror in enumerate(reader.mirrors) if mirror is not None}
         chunks = [each for each in locate(reader) if each.file in self._mirrors and each.size]
         self.num_bytes = sum(each.size for each in chunks)
         self.bytes_per_sample = self.num_bytes / max(1, reader.num_samples)
