@@ -148,9 +148,9 @@ class KeyedReader(Source):
     def _part(self, opening: Any, number: int, name: str) -> Part:
         """Return what the files store of a field: an array for each sample."""
         field, (kinds, codecs) = self.index.fields[name], self._kinds(name)
-        axes = max(1, field.shapes.shape[1])
-        shape = field.shapes if field.shapes.shape[1] else np.ones((len(field.shapes), 1), np.int64)
-        block = np.maximum(field.block_shapes().reshape(len(shape), axes), 1)
+        shape, block = field.shapes, np.maximum(field.block_shapes(), 1)
+        if not shape.shape[1]:  # a single value is an array of one item
+            shape = block = np.ones((len(shape), 1), np.int64)
         through = kinds == THROUGH_HDF5
         block[through] = np.maximum(shape[through], 1)
         counts = (-(-shape // block)).prod(axis=1)
