@@ -1,48 +1,54 @@
-"""Compare reading from a slow web server (30 ms, 100 MB/s) with a bare client and with a local file.
+"""Compare reading from a slow web server with a bare client that requests the same byte ranges.
 
-    python scripts/bench_remote.py --count 8000 --size 112 112
+    python scripts/bench_remote.py --rounds 5            # all kinds of samples, in turns with the bare client
+    python scripts/bench_remote.py --kinds windows keyed --mib 256
     python scripts/bench_remote.py --pairs 9     # epochs from the full cache against the local file, in turns
     python scripts/bench_remote.py --hits        # hit rates of LRU and of the optimal (Belady) policy
     python scripts/bench_remote.py --peers streaming=ENV/bin/python litdata=ENV/bin/python
 
-Starts `range_server.py` on a file of random images. The bare client requests the same chunks, with the same number of
-concurrent requests, and discards the bytes. Prints images/s of complete epochs and the time to the first batch. Other
-packages are measured with several numbers of workers and file sizes; ENV is an environment in which the package and
-h5py are installed.
+Starts `range_server.py`: 30 ms before each response, 100 MB/s for each connection, and 1 GB/s in all. The kinds are
+images; windows of 16 frames of episodes that are groups, of which each dataset is contiguous (``windows``), or that are
+runs of rows with a chunk for each frame (``frames``); patches of chunked volumes; and a dataset per sample (``keyed``).
+A turn is the second epoch of batches of 64, without a cache. The bare client then makes the requests of that epoch again, as
+the server has logged them, with the same number at a time, and discards the bytes. Prints for each kind the samples/s
+and the MB/s of both, the ratio (medians and range of the rounds), the bytes of all requests for each byte of the file, and the seconds from opening to the first batch: for the first time, and again.
+
+Other packages are measured with several numbers of workers and file sizes; ENV is an environment in which the package
+and h5py are installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
+import h5py
 import numpy as np
 
 import h5chunk
 from h5chunk.plan.order import Order
 
 SCRIPTS = Path(__file__).parent
-BATCH, REQUESTS = 256, 64
+BATCH, REQUESTS = 64, 64
 PART_MIB, WORKERS = (4, 16, 64), (2, 4, 8)  # sizes of the files of other packages, and workers
 
 
 @contextmanager
-def range_server(folder: Path, latency_s: float, bandwidth: float) -> Iterator[str]:
+def range_server(folder: Path, *options: object) -> Iterator[str]:
     """Run the server in a process, and return its URL."""
-    options = ["--latency", str(latency_s), "--bandwidth", str(bandwidth)]
-    command = [sys.executable, str(SCRIPTS / "range_server.py"), str(folder), *options]
+    command = [sys.executable, str(SCRIPTS / "range_server.py"), str(folder), *map(str, options)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -51,33 +57,125 @@ def range_server(folder: Path, latency_s: float, bandwidth: float) -> Iterator[s
             server.kill()
 
 
-def bare_client(url: str, ranges: list[tuple[int, int]], count: int) -> float:
-    """Request the byte ranges concurrently and discard the bytes; return images/s for ``count`` images."""
+def bare_client(url: str, ranges: Sequence[tuple[str, int, int]]) -> float:
+    """Request byte ranges, several at a time, and discard the bytes. Returns the seconds that this took."""
     import obstore
     from obstore.store import from_url
 
-    folder, _, name = url.rpartition("/")
-    store = from_url(folder, client_options={"allow_http": True, "timeout": "60s"})
+    store = from_url(url, client_options={"allow_http": True, "timeout": "60s"})
     with ThreadPoolExecutor(REQUESTS) as pool:
         started = time.perf_counter()
-        list(pool.map(lambda each: len(obstore.get_range(store, name, start=each[0], end=each[1])), ranges))
-        return count / (time.perf_counter() - started)
+        list(pool.map(lambda each: len(obstore.get_range(store, each[0], start=each[1], end=each[2])), ranges))
+        return time.perf_counter() - started
 
 
-def chunk_ranges(path: Path) -> list[tuple[int, int]]:
-    """Return the byte ranges of the chunks in random order, divided as in h5chunk's requests."""
-    import h5py
+# ---- the kinds of samples: each has a function that writes a file, and one that opens it
 
-    from h5chunk.store.hdf5.chunk_table import list_chunks
 
-    with h5py.File(path) as file:
-        table = list_chunks(file["images"])
-    ranges = []
-    for offset, size in zip(table.offsets.tolist(), table.sizes.tolist(), strict=True):
-        parts = -(-size // (4 << 20))
-        cuts = [offset + size * part // parts for part in range(parts + 1)]
-        ranges += list(pairwise(cuts))
-    return [ranges[number] for number in np.random.default_rng(0).permutation(len(ranges))]
+def make_images(path: Path, num_bytes: int) -> None:
+    count = num_bytes // (3 * 112 * 112)
+    command = [
+        sys.executable,
+        str(SCRIPTS / "make_packed.py"),
+        str(path),
+        "--count",
+        str(count),
+        "--size",
+        "112",
+        "112",
+    ]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+FRAME, STEPS = (96, 96, 3), 100  # shape of a frame, and number of frames in an episode
+
+
+def make_windows(path: Path, num_bytes: int) -> None:
+    random = np.random.default_rng(0)
+    frames = random.integers(0, 256, (STEPS, *FRAME), np.uint8)
+    with h5py.File(path, "w") as file:
+        for episode in range(num_bytes // frames.nbytes):
+            group = file.create_group(f"data/demo_{episode}")
+            group["images"], group["actions"] = frames, random.normal(size=(STEPS, 7)).astype(np.float32)
+
+
+def make_frames(path: Path, num_bytes: int) -> None:
+    random = np.random.default_rng(0)
+    frames = random.integers(0, 256, (STEPS, *FRAME), np.uint8)
+    count = num_bytes // frames.nbytes
+    with h5py.File(path, "w") as file:
+        images = file.create_dataset("images", (count * STEPS, *FRAME), np.uint8, chunks=(1, *FRAME))
+        for episode in range(count):
+            images[episode * STEPS : (episode + 1) * STEPS] = frames
+        file["actions"] = random.normal(size=(count * STEPS, 7)).astype(np.float32)
+        file["lengths"] = np.full(count, STEPS)
+
+
+def make_volumes(path: Path, num_bytes: int) -> None:
+    volume = np.random.default_rng(0).integers(0, 256, (256, 512, 512), np.uint8)
+    with h5py.File(path, "w") as file:
+        for number in range(max(1, num_bytes // volume.nbytes)):
+            file.create_dataset(f"{number}/raw", data=volume, chunks=(64, 64, 64))
+
+
+def make_keyed(path: Path, num_bytes: int) -> None:
+    traces = np.random.default_rng(0).normal(size=(64, num_bytes // NUM_KEYED // 4)).astype(np.float32)
+    with h5py.File(path, "w") as file:
+        for number in range(NUM_KEYED):
+            group = file.create_group(f"traces/{number:07}")
+            group["data"] = traces[number % 64]
+            group.attrs["magnitude"] = number / 4
+
+
+NUM_KEYED = 20_000
+WINDOW = {"images": "images", "actions": "actions"}
+KINDS: dict[str, tuple[Callable[[Path, int], None], Callable[..., h5chunk.ChunkDataset]]] = {
+    "images": (make_images, h5chunk.ChunkDataset),
+    "windows": (make_windows, lambda url, **how: h5chunk.Windows(url, {k: f"data/*/{k}" for k in WINDOW}, 16, **how)),
+    "frames": (make_frames, lambda url, **how: h5chunk.Windows(url, WINDOW, 16, episode_lengths="lengths", **how)),
+    "patches": (make_volumes, lambda url, **how: h5chunk.Patches(url, ["*/raw"], (64, 64, 64), **how)),
+    "keyed": (make_keyed, lambda url, **how: h5chunk.Keyed(url, "traces/*/data", attributes=["magnitude"], **how)),
+}
+
+
+def measure_kind(kind: str, folder: Path, num_bytes: int, num_rounds: int, options: Sequence[object]) -> None:
+    """Print the rates of a kind of samples, and of the bare client, measured in turns."""
+    make, open_kind = KINDS[kind]
+    served, log, cache = folder / kind, folder / f"{kind}.log", folder / f"{kind}-cache"
+    served.mkdir()
+    make(served / f"{kind}.h5", num_bytes)
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    seconds, bare, firsts, ranges = [], [], [], []
+    with range_server(served, "--log", log, *options) as url:
+        for _ in range(2):
+            started = time.perf_counter()
+            data = open_kind(f"{url}/{kind}.h5")
+            with h5chunk.ChunkLoader(data, BATCH, resident=False, reuse=True) as loader:
+                next(iter(loader))
+                firsts.append(time.perf_counter() - started)
+        for _ in range(num_rounds):
+            with h5chunk.ChunkLoader(data, BATCH, resident=False, reuse=True) as loader:
+                for _ in loader:  # which ends with reading the next epoch
+                    pass
+                before = log.stat().st_size
+                started = time.perf_counter()
+                num_samples = sum(len(batch[0]) for batch in loader)
+                seconds.append(time.perf_counter() - started)
+                lines = log.read_text()[before:].splitlines()
+            ranges = [(name.lstrip("/"), int(start), int(stop)) for name, start, stop in map(str.split, lines)]
+            bare.append(bare_client(url, ranges))
+    total = sum(stop - start for _, start, stop in ranges)
+    file_bytes = (served / f"{kind}.h5").stat().st_size
+    ratios = sorted(other / own for own, other in zip(seconds, bare, strict=True))
+    own_s, bare_s = statistics.median(seconds), statistics.median(bare)
+    print(
+        f"{kind}: {num_samples / own_s:,.0f} samples/s ({total / own_s / 1e6:,.0f} MB/s), bare client "
+        f"{num_samples / bare_s:,.0f} ({total / bare_s / 1e6:,.0f} MB/s), ratio {statistics.median(ratios):.2f} "
+        f"({ratios[0]:.2f} to {ratios[-1]:.2f}); {len(ranges)} requests of {total / len(ranges) / 1e3:,.0f} kB, "
+        f"{total / file_bytes:.2f} of the bytes of the file; first batch after {firsts[0]:.2f} s, then {firsts[1]:.2f} s",
+        flush=True,
+    )
+    shutil.rmtree(served)
 
 
 def epochs(data: object, num_epochs: int) -> tuple[float, list[float], list[float]]:
@@ -94,11 +192,11 @@ def epochs(data: object, num_epochs: int) -> tuple[float, list[float], list[floa
     return first, rates, used
 
 
-def measure_peer(kind: str, python: str, path: Path, folder: Path, latency_s: float, bandwidth: float) -> None:
+def measure_peer(kind: str, python: str, path: Path, folder: Path, options: Sequence[object]) -> None:
     """Print the rates of the first and later epochs of a package for all settings, each with an empty cache."""
     script = str(SCRIPTS / "remote_peers.py")
     found = []
-    with range_server(folder, latency_s, bandwidth) as url:
+    with range_server(folder, *options) as url:
         for part_mib in PART_MIB:
             part = folder / f"{kind}-{part_mib}"
             subprocess.run(
@@ -165,10 +263,12 @@ def print_hits(num_chunks: int = 400, num_epochs: int = 6) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=8000)
-    parser.add_argument("--size", type=int, nargs=2, default=[112, 112])
-    parser.add_argument("--latency", type=float, default=0.03)
-    parser.add_argument("--bandwidth", type=float, default=100.0, help="of the server, in MB/s; 0: no limit")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=int, default=512, help="size of the file of each kind")
+    parser.add_argument("--latency", type=float, default=0.03, help="seconds before each response")
+    parser.add_argument("--connection", type=float, default=100.0, help="of each connection, in MB/s; 0: no limit")
+    parser.add_argument("--bandwidth", type=float, default=1000.0, help="of the server, in MB/s; 0: no limit")
     parser.add_argument("--folder", type=Path, help="where to put the data; default: a temporary folder")
     parser.add_argument("--peers", nargs="+", default=[], metavar="NAME=PYTHON", help="streaming and litdata")
     parser.add_argument(
@@ -201,29 +301,21 @@ def compare_cache(path: Path, data: h5chunk.ChunkDataset, num_pairs: int, num_ep
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
+    options = [f"--{name}={getattr(args, name)}" for name in ("latency", "connection", "bandwidth")]
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {args.mib} MiB, {' '.join(options)}")
+    if not args.pairs and not args.peers:
+        for kind in args.kinds:
+            measure_kind(kind, folder, args.mib << 20, args.rounds, options)
+        return
     (folder / "data").mkdir()
     path = folder / "data" / "images.h5"
-    size = list(map(str, args.size))
-    command = [sys.executable, str(SCRIPTS / "make_packed.py"), str(path), "--count", str(args.count), "--size", *size]
-    subprocess.run(command, check=True)
-    if not args.pairs:
-        print(f"local file: {max(epochs(path, 3)[1]):,.0f} images/s")
-    with range_server(folder / "data", args.latency, args.bandwidth) as url:
-        url = f"{url}/images.h5"
-        if args.pairs:
-            compare_cache(path, h5chunk.ChunkDataset(url, cache_dir=folder / "cache"), args.pairs)
-            return
-        ranges = chunk_ranges(path)
-        for turn in range(2):
-            print(f"bare client, {len(ranges)} requests: {bare_client(url, ranges, args.count):,.0f} images/s")
-            first, rates, _ = epochs(url, 2)
-            print(f"h5chunk: {', '.join(f'{rate:,.0f}' for rate in rates)} images/s, first batch after {first:.2f} s")
-            data = h5chunk.ChunkDataset(url, cache_dir=folder / f"cache{turn}")
-            first, rates, _ = epochs(data, 3)
-            print(f"h5chunk with a cache: {', '.join(f'{rate:,.0f}' for rate in rates)} images/s")
+    make_images(path, args.mib << 20)
+    if args.pairs:
+        with range_server(folder / "data", *options) as url:
+            compare_cache(path, h5chunk.ChunkDataset(f"{url}/images.h5", cache_dir=folder / "cache"), args.pairs)
     for peer in args.peers:
         kind, _, python = peer.partition("=")
-        measure_peer(kind, python, path, folder, args.latency, args.bandwidth)
+        measure_peer(kind, python, path, folder, options)
 
 
 if __name__ == "__main__":

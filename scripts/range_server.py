@@ -2,9 +2,10 @@
 
     python scripts/range_server.py FOLDER --port 8123 --latency 0.03 --bandwidth 100 --faults 0.05
 
-Each response is delayed by the latency, and all responses share the bandwidth, in MB/s. A fraction ``--faults`` of the
-requests gets status 503, a truncated body or a late body. Prints the URL. Files are sent with sendfile, so the server
-needs little processor time.
+Each response is delayed by the latency, and all responses share the bandwidth, in MB/s; ``--connection`` limits that of
+each connection. A fraction ``--faults`` of the requests gets status 503, a truncated body or a late body. ``--log``
+names a file to which the range of each request is added: path, start and end. Prints the URL. Files are sent with
+sendfile, so the server needs little processor time.
 """
 
 from __future__ import annotations
@@ -16,14 +17,24 @@ import re
 import time
 from email.utils import formatdate
 from pathlib import Path
+from typing import TextIO
 
 
 class RangeServer:
     """Serve the files of a folder."""
 
-    def __init__(self, folder: Path, latency_s: float, bandwidth: float, faults: float) -> None:
-        self._folder, self._latency_s, self._faults = folder, latency_s, faults
+    def __init__(
+        self,
+        folder: Path,
+        latency_s: float,
+        bandwidth: float,
+        faults: float,
+        connection: float = 0.0,
+        log: TextIO | None = None,
+    ) -> None:
+        self._folder, self._latency_s, self._faults, self._log = folder, latency_s, faults, log
         self._s_per_byte, self._free_at = 1e-6 / bandwidth if bandwidth else 0.0, 0.0
+        self._connection_s_per_byte = 1e-6 / connection if connection else 0.0
         self._random = random.Random(0)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -66,9 +77,11 @@ class RangeServer:
             return True
         if fault == "slow":
             await asyncio.sleep(1)
+        if self._log is not None:
+            self._log.write(f"{target} {start} {stop}\n")
         now = time.perf_counter()
         self._free_at = max(now, self._free_at) + (stop - start) * self._s_per_byte
-        await asyncio.sleep(self._free_at - now)
+        await asyncio.sleep(max(self._free_at - now, (stop - start) * self._connection_s_per_byte))
         with path.open("rb") as file:
             count = (stop - start) // 2 if fault == "short" else stop - start
             await writer.drain()
@@ -82,9 +95,12 @@ async def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--latency", type=float, default=0.03, help="seconds before each answer")
     parser.add_argument("--bandwidth", type=float, default=0.0, help="of all answers, in MB/s; 0: no limit")
+    parser.add_argument("--connection", type=float, default=0.0, help="of each connection, in MB/s; 0: no limit")
+    parser.add_argument("--log", type=Path, help="file to which the ranges of all requests are added")
     parser.add_argument("--faults", type=float, default=0.0, help="part of the requests that fail")
     args = parser.parse_args()
-    served = RangeServer(args.folder, args.latency, args.bandwidth, args.faults)
+    log = args.log.open("a", buffering=1) if args.log else None
+    served = RangeServer(args.folder, args.latency, args.bandwidth, args.faults, args.connection, log)
     server = await asyncio.start_server(served.serve, "127.0.0.1", args.port, backlog=1024)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     async with server:

@@ -102,11 +102,15 @@ class Mirror:
 
     def __init__(self, url: str, folder: str, options: RemoteOptions) -> None:
         self.url, self._folder, self.options = url, folder, options
-        self.path = Path(folder) / OBJECT
         self.keeps, self.cache_bytes = options.cache_dir is not None, options.cache_bytes
         self._opened: tuple[int, Pages] | None = None
         self._next, self._ahead = -1, AHEAD_BYTES
         self._register()
+
+    @property
+    def path(self) -> Path:
+        """The local copy."""
+        return Path(self._folder) / OBJECT
 
     def _register(self) -> None:
         local_copies[str(self.path)] = self
