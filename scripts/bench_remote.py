@@ -9,9 +9,10 @@
 Starts `range_server.py`: 30 ms before each response, 100 MB/s for each connection, and 1 GB/s in all. The kinds are
 images; windows of 16 frames of episodes that are groups, of which each dataset is contiguous (``windows``), or that are
 runs of rows with a chunk for each frame (``frames``); patches of chunked volumes; and a dataset per sample (``keyed``).
-A turn is the second epoch of batches of 64, without a cache. The bare client then makes the requests of that epoch again, as
-the server has logged them, with the same number at a time, and discards the bytes. Prints for each kind the samples/s
-and the MB/s of both, the ratio (medians and range of the rounds), the bytes of all requests for each byte of the file, and the seconds from opening to the first batch: for the first time, and again.
+A turn is the second epoch of batches of 64, without a cache. The bare client then makes the requests of that epoch
+again, as the server has logged them, with the same number at a time, and discards the bytes. Prints for each kind the
+samples/s and the MB/s of both, the ratio (medians and range of the rounds), the bytes of all requests for each byte of
+the file, and the seconds from opening to the first batch: for the first time, and again.
 
 Other packages are measured with several numbers of workers and file sizes; ENV is an environment in which the package
 and h5py are installed.
@@ -172,7 +173,8 @@ def measure_kind(kind: str, folder: Path, num_bytes: int, num_rounds: int, optio
         f"{kind}: {num_samples / own_s:,.0f} samples/s ({total / own_s / 1e6:,.0f} MB/s), bare client "
         f"{num_samples / bare_s:,.0f} ({total / bare_s / 1e6:,.0f} MB/s), ratio {statistics.median(ratios):.2f} "
         f"({ratios[0]:.2f} to {ratios[-1]:.2f}); {len(ranges)} requests of {total / len(ranges) / 1e3:,.0f} kB, "
-        f"{total / file_bytes:.2f} of the bytes of the file; first batch after {firsts[0]:.2f} s, then {firsts[1]:.2f} s",
+        f"{total / file_bytes:.2f} of the bytes of the file; first batch after {firsts[0]:.2f} and "
+        f"{firsts[1]:.2f} s",
         flush=True,
     )
     shutil.rmtree(served)

@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -305,7 +306,10 @@ def _stamp(path: Path, *, with_bytes: bool) -> Stamp:
 def names_in_folder(files: Sequence[Path]) -> tuple[str, list[str]]:
     """Return the folder, or URL of a folder, that contains all files or folders with them; and their names in it."""
     texts = [stable(url_of(file)) or str(file) for file in files]
-    folder = "/".join(os.path.commonprefix([text.split("/")[:-1] for text in texts]))
+    folders = [text.split("/")[:-1] for text in texts]
+    # the first and the last in sorted order have in common what all have in common
+    common = takewhile(lambda pair: pair[0] == pair[1], zip(min(folders), max(folders), strict=False))
+    folder = "/".join(part for part, _ in common)
     return folder or "/", [text[len(folder) :].lstrip("/") for text in texts]
 
 
