@@ -123,7 +123,9 @@ class Field:
         """Return what a file stores of this field."""
         if self.is_text:
             return text_part(file, self.dataset)
-        arrays = file.arrays(self.name, self.dataset, member=self.member, axes=self.sample_axis + 1)
+        inner = () if self.element is None else self.element.shape
+        axes = len(self.grid.shape) - len(inner) if self.sample_axis else 1
+        arrays = file.arrays(self.name, self.dataset, member=self.member, axes=axes)
         return Part(Rows, (arrays,), axis=self.sample_axis)
 
 

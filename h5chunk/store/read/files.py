@@ -85,9 +85,6 @@ def open_joined(
     for name in fields:
         if name not in paths:
             raise OptionError(f"path has no file for the field {name!r}: add it, as in {{{name!r}: 'FILE.h5'}}")
-    unused = next((name for name in paths if name not in fields), None)
-    if unused is not None:
-        raise OptionError(f"path has a file for {unused!r}, but fields is {[*fields]}: name the field in fields, too")
     groups: dict[Any, dict[str, Any]] = {}  # the fields of each path
     for name, dataset in fields.items():
         path: Any = paths[name]

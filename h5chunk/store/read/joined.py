@@ -210,7 +210,7 @@ def rows_by_key(parts: Sequence[Source], keys: Sequence[np.ndarray], missing: st
         raise FieldError(f"no key is in all files ({'; '.join(lines[:8])}): name a key that the files share")
     if lines:
         in_all = count_text(int(has_all.sum()), "sample")
-        warnings.warn(f"{in_all} are in all files: {'; '.join(lines[:8])}", stacklevel=5)
+        warnings.warn(f"{in_all} are in all files: {'; '.join(lines[:8])}", stacklevel=4)
     kept = np.flatnonzero(has_all)
     rows = [each[kept] for each in found]
     whole = [len(kept) == part.num_samples and bool((own == kept).all()) for part, own in zip(parts, rows, strict=True)]
