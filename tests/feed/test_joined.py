@@ -36,7 +36,9 @@ def joined(order: np.ndarray, folder: Path, key: Any = NAMES, **options: Any) ->
     return h5chunk.ChunkDataset({"images": x, "vectors": y}, key="id", **options)
 
 
-@pytest.mark.parametrize("key", [NAMES, NAMES.astype("S"), np.arange(N)[::-1] - 3, np.arange(N) / 1.0], ids=str)
+@pytest.mark.parametrize(
+    "key", [NAMES, NAMES.astype("S"), np.arange(N)[::-1] - 3, np.arange(N) / 1.0], ids=["text", "bytes", "int", "float"]
+)
 def test_rows_are_joined_by_any_key(key: np.ndarray, tmp_path: Path) -> None:
     order = RANDOM.permutation(N)
     dataset = joined(order, tmp_path, key, fields=["vectors", "images", "sample_number"])
