@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.faults import watch
 from support.foreign import chunk_table, counted, make_file, make_images, values
 from support.open_fields import OpenField
 
@@ -151,15 +150,7 @@ def test_a_request_reads_each_chunk_once(tmp_path, counted, lzf, limit, num_rows
     field.read(rows)
     times = [sum(offset == start for offset, _ in counted[-1].reads) for start in chunk_table(path)]
     assert max(times) == 1
-    assert sum(times) == len(np.unique(rows // 16)) * 2  # blocks have two chunks
-
-
-@pytest.mark.parametrize(("width", "calls"), [(100, 1), (20_000, 2)])
-def test_small_neighbours_are_read_in_one_call(tmp_path, monkeypatch, width, calls):
-    field = OpenField(H5Reader(make_images(tmp_path / "a.h5", 32, 8, (width,))), "images", "h5py")  # blocks: 16 rows
-    made = watch(monkeypatch, "read through HDF5")
-    field.read([30, 1, 20])
-    assert len(made) == calls
+    assert sum(times) == len(np.unique(rows // 8))
 
 
 def test_contiguous_needs_no_cache(tmp_path):

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FileError, human_bytes, printable
-from h5chunk.store.hdf5.chunk_table import ChunkTable, NotDirect, list_chunks
+from h5chunk.store.hdf5.chunk_table import ChunkTable, NotDirect, is_variable, list_chunks
 from h5chunk.store.hdf5.codecs import ChunkDecoder, DecodeError, NoDecoder, scratch
 from h5chunk.store.hdf5.types import Element, packed_element, packed_type
 from h5chunk.store.read.arrays import Arrays, Blocks, Codec
@@ -118,6 +118,8 @@ def dataset_arrays(
         raise NotDirect("it is a view of other files")
     if layout == h5py.h5d.CONTIGUOUS and properties.get_external_count():
         raise NotDirect("its data is in other files")
+    if is_variable(dataset.id.get_type()):
+        raise NotDirect("other columns of its table have variable length, or are references")
     table = list_chunks(dataset)
     checks = ChunkChecks(path, name, table, sums[name], indptr, file) if name in sums else None
     origin = DatasetOrigin(file, path, name, dataset, table, checks)

@@ -1,7 +1,7 @@
 """HDF5 as a codec: it reads the blocks of datasets whose layout, filters or links nothing else can read.
 
-HDF5 reads under its lock, in one thread at a time. A block consists of whole chunks where these are not too large, so
-that HDF5 decodes each chunk once.
+HDF5 reads under its lock, in one thread at a time. A block consists of the chunks with the same rows, unless these are
+too large, so that HDF5 decodes each chunk once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from h5chunk.store.read.arrays import Arrays, Blocks
 from h5chunk.store.read.checksums import ChunkChecks, Sums
 from h5chunk.store.read.open_files import with_remedy
 
-CALL_BYTES = 192 << 10  # bytes that are read with one call at least, if there are as many
+CALL_BYTES = 32 << 10  # bytes of a contiguous dataset that are read with one call, unless samples are larger
 MAX_BAND_BYTES = 16 << 20  # limit on a block; larger chunks are kept decoded by HDF5's own cache
 BOX_BLOCK_BYTES = 4 << 20  # bytes of the blocks of a contiguous dataset of which boxes are read
 INSTALL = '. If a filter is missing, run pip install "h5chunk[codecs]"'
@@ -171,9 +171,10 @@ def hdf5_arrays(
     text = f"{printable(path)}: field {name!r}"
     if axes == 1:
         rows = max(1, CALL_BYTES // max(1, grid.sample_bytes))
-        step = chunks[0] if chunks else 1
-        if step * grid.sample_bytes <= MAX_BAND_BYTES:
-            rows = -(-rows // step) * step
+        if chunks and grid.needs_cache and chunks[0] * grid.sample_bytes <= MAX_BAND_BYTES:
+            rows = chunks[0]  # more chunks would be decoded for other samples than those that are read together
+        elif chunks:
+            rows = 1
         block = (min(rows, shape[0]), *shape[1:])
     else:
         block = chunks or _divided_evenly(shape, element.num_bytes)
