@@ -200,7 +200,8 @@ class SampleReader:
         for each in numbers:
             each.fill(tuple(islice(left, len(each.shapes))))
         # a single file is checked here; several files are checked as they are read
-        if len(self._reader.file_list) == 1 and stamp_of(self._reader.path) != self._reader.stamp:
+        is_one_file = self._opened is not None and not self._opened.files.are_several
+        if is_one_file and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
         if len(numbers) == len(loaded):  # `SharedFields` stay whole, and are sent to the other process without a copy
             return Batch(fields, len(draws.samples), packed)
@@ -350,12 +351,12 @@ class _OpenFields:
         self.layout = None if reader.ragged is None else ragged_layout(reader, reader.ragged)
         self.fields = field_readers(reader)[0]
         self._cache = DiskCache(reader, self.fields)
-        self._files = OpenFiles(reader)
-        weakref.finalize(self, self._files.close)
+        self.files = OpenFiles(reader)
+        weakref.finalize(self, self.files.close)
         check = reader.check_unchanged
         stored = {name: reader.source_of(name).fields[name] for name in self.fields}
         rows = {name: getattr(field, "frames", field) for name, field in self.fields.items()}
-        self.whole = read_small_fields(rows, stored, self._files, check, SMALL_FIELD_BYTES)
+        self.whole = read_small_fields(rows, stored, self.files, check, SMALL_FIELD_BYTES)
         for field in self.fields.values():
             field.cache.limit_bytes = max(field.cache.limit_bytes, self._kept_bytes(cache))
         self._kept: dict[int, KeptRows | None] = {}  # by the thread that uses them
@@ -382,7 +383,7 @@ class _OpenFields:
 
     def close(self) -> None:
         """Close the files."""
-        self._files.close()
+        self.files.close()
         for field in self.fields.values():
             field.cache.forget()
 
@@ -402,13 +403,13 @@ class _OpenFields:
             tasks: Iterable[Any] = self.fields[name].tasks(rows[order], order, out)
             if not self._reader.is_remote:
                 for part in tasks:
-                    part(self._files)
+                    part(self.files)
                 return
-            ranges = remote_ranges(tasks := list(tasks), self._files)
+            ranges = remote_ranges(tasks := list(tasks), self.files)
             self._cache.make_room(ranges)
             with held_ranges(ranges):
                 for part in tasks:
-                    part(self._files)
+                    part(self.files)
         except FileError:
             self._reader.check_unchanged()
             raise

@@ -119,7 +119,12 @@ def test_tables_of_converted_and_other_files_are_keys(tmp_path: Path) -> None:
         )
     kept = np.sort(order)
     assert dataset.row_ids.tolist() == NAMES[kept].tolist()
-    for batch in (dataset[range(37)], next(iter(h5chunk.ChunkLoader(dataset, 37, shuffle=False)))):
+    sampler = h5chunk.ChunkSampler(dataset, 37, shuffle=False)
+    loaders = (
+        h5chunk.ChunkLoader(dataset, 37, shuffle=False),
+        torch.utils.data.DataLoader(dataset, batch_sampler=sampler),
+    )
+    for batch in (dataset[range(37)], *(next(iter(loader)) for loader in loaders)):
         assert (batch[0].numpy() == matrix.toarray()[kept]).all() and (batch[1].numpy() == VECTORS[kept]).all()
 
 

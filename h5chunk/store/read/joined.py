@@ -195,7 +195,9 @@ def rows_by_key(parts: Sequence[Source], keys: Sequence[np.ndarray], missing: st
         has = ordered[at] == keys[main] if len(own) else np.zeros(len(keys[main]), bool)
         found[number] = order[at] if len(own) else at
         has_all &= has
-        lacks, unused = int((~has).sum()), len(own) - len(np.unique(at[has]))
+        is_used = np.zeros(len(own), bool)
+        is_used[found[number][has]] = True
+        lacks, unused = int((~has).sum()), int((~is_used).sum())
         if lacks:
             first = keys[main][~has][0].item()
             lines.append(

@@ -491,7 +491,8 @@ class MappedRows(FieldReader):
         return self._field.tasks(mapped[order], destinations[order], out)
 
     def bytes_read(self, rows: np.ndarray) -> int:
-        return self._field.bytes_read(np.unique(self._rows[rows]))
+        mapped = np.sort(self._rows[rows])
+        return self._field.bytes_read(mapped[np.diff(mapped, prepend=-1) != 0])
 
     def block_rows(self, file: int) -> Iterator[BlockRows]:
         for offsets, sizes, starts, stops in self._field.block_rows(file):
