@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from h5chunk.errors import OptionError, printable
-from h5chunk.store.read.volumes import WEIGHTS, VolumeField, VolumeFiles
+from h5chunk.store.read.volumes import WEIGHTS, VolumeBoxes, VolumeField
 
 Weights = str | Mapping[str, Callable[[np.ndarray], Any]]
 
@@ -32,27 +33,29 @@ def weights_field(weights: Weights | None, fields: Mapping[str, str]) -> tuple[d
 
 
 def read_weights(
-    files: VolumeFiles, source: VolumeField, function: Callable[[np.ndarray], Any], volume: int, box: Sequence[slice]
+    boxes: VolumeBoxes, source: VolumeField, function: Callable[[np.ndarray], Any], volume: int, box: Sequence[slice]
 ) -> np.ndarray:
     """Read a box of a volume's dataset of weights, and convert its values by ``function``: float64, of the box's shape.
 
     Raises OptionError if the dataset has axes that are not spatial, or if the weights have another shape, are negative,
     or have no finite sum.
     """
-    file, dataset = source.datasets[volume]
     if len(source.grids[volume].shape) != len(box):
         raise OptionError(
             f"the weights have the shape {source.grids[volume].shape}, but need {len(box)} axes: use a dataset without "
             "a channel axis"
         )
-    values = files.read_box(file, dataset, box)
+    values = boxes.read(volume, box)
+    if values.dtype.names:  # a type that NumPy lacks
+        bits = torch.from_numpy(values.view(np.uint8))
+        values = bits.view(getattr(torch, values.dtype.names[0])).float().numpy()
     weights = np.asarray(function(values), np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         total = weights.sum()
     if weights.shape != values.shape or not np.isfinite(total) or (weights < 0).any():
         raise OptionError(
-            f"the weights of a block of {printable(dataset)!r} of shape {values.shape} have the shape {weights.shape}, "
-            f"and range from {weights.min(initial=0)} to {weights.max(initial=0)}: each voxel needs a finite weight of "
-            "at least 0"
+            f"the weights of a block of {printable(source.datasets[volume][1])!r} of shape {values.shape} have the "
+            f"shape {weights.shape}, and range from {weights.min(initial=0)} to {weights.max(initial=0)}: each voxel "
+            "needs a finite weight of at least 0"
         )
     return weights

@@ -6,14 +6,18 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from h5chunk.errors import OptionError, check_whole, count_text, printable
 from h5chunk.feed.dataset import SAMPLE_NUMBER, ChunkDataset, without_numbers
+from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.patch_weights import Weights, read_weights, weights_field
 from h5chunk.plan.draws import epoch_rows
 from h5chunk.plan.order import Order
@@ -29,6 +33,7 @@ from h5chunk.store.read.volumes import (
     POSITION,
     WEIGHTS,
     PatchReader,
+    VolumeBoxes,
     VolumeField,
     open_volume_files,
     open_volumes,
@@ -165,12 +170,12 @@ class Patches(ChunkDataset):
         if weighed_field is None:
             plan = place()
         else:
-            weighing = open_volume_files(files, {**padded, WEIGHTS: weighed_field}, trusted, checksums)
-            plan = place(partial(read_weights, weighing, weighed_field, weighed), float(share))
-            weighing.close()
+            boxes = VolumeBoxes(open_volume_files(files, {WEIGHTS: weighed_field}, trusted, checksums), weighed_field)
+            with closing(boxes):
+                plan = place(partial(read_weights, boxes, weighed_field, weighed), float(share))
             if plan.unweighted:
                 warnings.warn(
-                    f"{printable(weighing.readers[0].path)}: in {len(plan.unweighted)} of "
+                    f"{printable(files[0])}: in {len(plan.unweighted)} of "
                     f"{count_text(len(counts), 'volume')}, such as {printable(names[plan.unweighted[0]])}, no weights "
                     "are above 0, so their patches are at uniformly random positions",
                     stacklevel=2,
@@ -290,7 +295,10 @@ def _with_halo(each: VolumeField, halo: tuple[int, ...], padding: Any) -> Volume
         raise OptionError(
             f"padding is {padding!r}, which {each.dtype}, the type of {each.name!r}, cannot hold: pass another value"
         )
-    return VolumeField(each.name, each.datasets, each.grids, each.dtype, each.leading, halo, padding, each.size)
+    if _is_number(padding) and each.dtype.names:  # a type that NumPy lacks
+        value = torch.tensor([padding], dtype=torch_dtype(each.dtype, each.name))
+        padding = value.view(torch.uint8).numpy().view(each.dtype)[0]
+    return replace(each, halo=halo, padding=padding)
 
 
 def _cell(fields: Mapping[str, VolumeField], size: tuple[int, ...], cell_bytes: int) -> tuple[tuple[int, ...], int]:

@@ -218,19 +218,89 @@ def test_convert_of_python_strings_and_info_of_types(tmp_path):
     assert "caption" in text and "name it in fields to read them as str" in text
 
 
-def test_transforms_and_patches_refuse_types_that_they_cannot_use(tmp_path):
+def test_transforms_refuse_types_that_they_cannot_use(tmp_path):
     values = np.arange(4 * 512.0).reshape(4, 8, 8, 8)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"] = values * 1j
-        file["t"] = np.zeros((8, 8, 8), [("a", "f4")])
-        file["v"] = (values[0] * 1j).astype(">c8")
     dataset = h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["x"])
     with pytest.raises(OptionError, match=r"'x', which is complex: put a function.*torch.abs"):
         dataset.with_transform([ToDtype(torch.float32)])
     assert dataset.with_transform([torch.abs])[1][0].tolist() == values[1].tolist()
-    with pytest.raises(FieldError, match=r"'t/a' has a type that only samples.*file\['NEW'\] = x\[:\]\['a'\]"):
-        h5chunk.Patches(tmp_path / "a.h5", {"t": "t/a"}, (4, 4, 4))
-    assert h5chunk.Patches(tmp_path / "a.h5", {"v": "v"}, (8, 8, 8))[0][0].dtype == torch.complex64
+
+
+def volumes(rng):
+    """Volumes of all types, as they are stored, and as they should be read."""
+    numbers = rng.integers(-9, 9, (9, 10, 11)).astype("f4")
+    table = np.zeros(numbers.shape, [("a", ">i2"), ("b", "<f4", (2,)), ("c", [("d", "<c8")])])
+    table["a"], table["b"], table["c"]["d"] = numbers, numbers[..., None] + [0, 1], numbers * 1j
+    return {
+        "big": (numbers.astype(">f4"), numbers),
+        "matlab": ((numbers * 1j).astype("c16").view([("real", "f8"), ("imag", "f8")]), (numbers * 1j).astype("c16")),
+        "flags": (numbers > 0, numbers > 0),
+        "table.a": (table, numbers.astype("i2")),
+        "table/b": (table, table["b"]),
+        "table/c.d": (table, numbers * np.complex64(1j)),
+    }
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "chunked", "gzip", "unwritten"])
+def test_patches_of_all_types(tmp_path, layout):
+    options = {**LAYOUTS[layout], "chunks": (4, 10, 3)} if LAYOUTS[layout] else {}
+    expected = {}
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for volume in range(2):
+            for name, (stored, read) in volumes(np.random.default_rng(volume)).items():
+                path = f"{volume}/{name.partition('.')[0].partition('/')[0]}"
+                if path not in file:
+                    dataset = file.create_dataset(path, stored.shape, stored.dtype, **options)
+                    dataset[: 4 if layout == "unwritten" else None] = stored[: 4 if layout == "unwritten" else None]
+                expected[name, volume] = read.copy()
+                if layout == "unwritten":
+                    expected[name, volume][4:] = 0
+    names = sorted({name for name, _ in expected})
+    fields, channels = {name: f"*/{name}" for name in names}, dict.fromkeys(names, "last")
+    patches = h5chunk.Patches(
+        tmp_path / "a.h5", fields, (3, 4, 5), channels=channels, padding="edge", halo=1, positions=True, seed=1
+    )
+    with h5chunk.ChunkLoader(patches, 8) as loader:
+        batches = [*loader, [torch.stack([*own]) for own in zip(*(patches[i] for i in range(9)), strict=True)]]
+    for *batch, positions in batches:
+        for name, tensor in zip(names, batch, strict=True):
+            for patch, (volume, *start) in zip(tensor.numpy(), positions.tolist(), strict=True):
+                whole = expected[name, volume]
+                axes = [np.clip(np.arange(at - 1, at + size + 1), 0, side - 1)
+                        for at, size, side in zip(start, (3, 4, 5), whole.shape, strict=False)]  # fmt: skip
+                assert patch.dtype == whole.dtype
+                np.testing.assert_array_equal(patch, whole[np.ix_(*axes)], err_msg=name)
+    weighted = h5chunk.Patches(tmp_path / "a.h5", fields, (1, 1, 1), channels=channels, weights="*/flags")
+    with h5chunk.ChunkLoader(weighted, 64) as loader:
+        flags = torch.cat([batch[names.index("flags")] for batch in loader])
+    assert flags.all()
+    with pytest.raises(FieldError, match=r"no dataset matches '\*/table\.x'"):
+        h5chunk.Patches(tmp_path / "a.h5", {"x": "*/table.x"}, (3, 4, 5))
+
+
+def bfloat16():
+    kind = h5t.IEEE_F32LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_precision(16)
+    kind.set_size(2)
+    kind.set_ebias(127)
+    return kind
+
+
+def test_patches_of_bfloat16(tmp_path):
+    values = np.arange(12 * 13, dtype="f4").reshape(12, 13) % 8 / 4
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"x", bfloat16(), h5py.h5s.create_simple(values.shape)))
+        dataset[...] = values
+    patches = h5chunk.Patches(tmp_path / "a.h5", ["x"], (4, 4), halo=2, padding=1.5, weights="x", positions=True)
+    padded = np.pad(values, 2, constant_values=1.5)
+    with h5chunk.ChunkLoader(patches, 4) as loader:
+        for batch, positions in loader:
+            assert batch.dtype == torch.bfloat16
+            for patch, (_, y, x) in zip(batch.float().tolist(), positions.tolist(), strict=True):
+                assert patch == padded[y : y + 8, x : x + 8].tolist()
 
 
 def test_complex_samples_of_groups(tmp_path):

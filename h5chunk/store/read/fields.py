@@ -303,6 +303,11 @@ def _find_table(file: h5py.File, guard: Guard, path: str) -> tuple[str, tuple[st
     return None
 
 
+def exists(file: h5py.File, guard: Guard, path: str) -> bool:
+    """Return whether there is an object, or a member of a compound type, at a path."""
+    return guard.find(file, path) is not None or _find_table(file, guard, path) is not None
+
+
 def with_members(file: h5py.File, guard: Guard, fields: Stored) -> Stored:
     """Replace each field that is a table (a dataset of a compound type) by a field for each column.
 

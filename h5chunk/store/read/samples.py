@@ -460,7 +460,7 @@ def pad(patch: np.ndarray, low: np.ndarray, shape: np.ndarray, padding: Any) -> 
         if not len(outside):
             continue
         view = np.moveaxis(patch, axis, 0)
-        if padding not in ("edge", "reflect"):
+        if not isinstance(padding, str):
             view[outside] = padding
             continue
         source = np.clip(index[outside], 0, size - 1)

@@ -112,6 +112,8 @@ def dataset_arrays(
     """
     properties = dataset.id.get_create_plist()
     layout = properties.get_layout()
+    if is_variable(dataset.id.get_type()):
+        raise NotDirect("its elements have parts of variable length, so that their places in the file are unknown")
     if layout == h5py.h5d.COMPACT:
         return _compact_arrays(path, name, file, dataset, element)
     if layout not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
@@ -14,16 +13,21 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, OptionError, UnsupportedError, printable, shown
+from h5chunk.errors import FieldError, OptionError, names_text, printable, shown
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.patches import RandomPatches, Tiles
-from h5chunk.store.hdf5.chunk_table import check_chunks, list_chunks
+from h5chunk.store.hdf5.chunk_table import check_chunks
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import descriptor_of, open_file, opened, translate_errors
+from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.patterns import Pattern, find_matches, parse
-from h5chunk.store.read.arrays import Arrays
-from h5chunk.store.read.checksums import OFF, ChunkChecks, Sums, read_sums
-from h5chunk.store.read.fields import Field, describe_field
+from h5chunk.store.hdf5.types import Element
+from h5chunk.store.read.arrays import Arrays, Boxes
+from h5chunk.store.read.checksums import OFF, Sums, read_sums
+from h5chunk.store.read.engine import CACHE_BYTES, BlockCache, BoxReader, items_of
+from h5chunk.store.read.field_readers import Opening
+from h5chunk.store.read.fields import Field, describe_field, exists
+from h5chunk.store.read.fileset import CATEGORIES_REMEDY
+from h5chunk.store.read.open_files import OpenFiles
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.samples import FieldReader, PatchRows
 from h5chunk.store.read.source import Computed, Groups, Source
@@ -39,18 +43,23 @@ HELD_BYTES = 384 << 20  # limit on the size of the patches in cells that are shu
 class VolumeField:
     """A field of patches. Each volume has one dataset, with ``leading`` axes before its spatial axes.
 
-    ``halo`` is the width of the border around a patch along each spatial axis. ``padding`` is how patches are filled
-    outside of the volume: edge, reflect, or a number.
+    ``element`` describes the elements of the first volume's dataset; others may be stored in another way. ``halo`` is
+    the width of the border around a patch along each spatial axis. ``padding`` is how patches are filled outside of the
+    volume: edge, reflect, or a number.
     """
 
     name: str
     datasets: list[tuple[int, str]]  # index of the file, and path in the file
     grids: list[ChunkGrid]
-    dtype: np.dtype
+    element: Element
     leading: int
     halo: tuple[int, ...]
     padding: Any
     size: tuple[int, ...] = field(default=())  # of a patch without its halo
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.element.dtype
 
     def box_shape(self) -> tuple[int, ...]:
         """Return the shape of a patch."""
@@ -71,55 +80,56 @@ class VolumeField:
 
 
 class VolumeFiles:
-    """The files of volumes, which each process opens at its first read through HDF5.
+    """The files of volumes. ``sums`` has the checksums of the datasets in each file, by their path."""
 
-    ``sums`` has the checksums of the datasets in each file, by their path.
-    """
+    def __init__(self, readers: Sequence[Source], sums: Sequence[Sums]) -> None:
+        self.readers, self._sums = tuple(readers), tuple(sums)
 
-    def __init__(self, readers: Sequence[Source], fields: Collection[VolumeField], sums: Sequence[Sums]) -> None:
-        self.readers, self._fields, self._sums = tuple(readers), tuple(fields), tuple(sums)
-        self._opened: tuple[int, dict[int, h5py.File]] = 0, {}  # the process, and the files by their index
+    def arrays(self, opening: Any, fields: Collection[VolumeField]) -> dict[str, Arrays]:
+        """Describe the volumes of each field. ``opening`` is a `h5chunk.store.read.field_readers.Opening`."""
+        arrays: dict[str, dict[int, Arrays]] = {each.name: {} for each in fields}  # by number of the volume
+        for number, source in enumerate(self.readers):
+            source.check_unchanged()
+            with opened(source.path) as file:
+                source.check_unchanged()
+                stored = opening.file(source, file, opening.first_file + number)
+                for each in fields:
+                    axes, member = len(each.grids[0].shape) - len(each.element.shape), each.element.member
+                    for volume, (of, dataset) in enumerate(each.datasets):
+                        if of == number:
+                            found = self._sums[number].get(dataset)
+                            sums: Sums = {} if found is None else {each.name: found}
+                            own = stored.arrays(each.name, dataset, member=member, axes=axes, sums=sums)
+                            arrays[each.name][volume] = own
+        return {name: Arrays.joined([own[volume] for volume in sorted(own)]) for name, own in arrays.items()}
 
-    def read_box(self, number: int, dataset: str, box: Sequence[slice]) -> np.ndarray:
-        """Read a box of a dataset. ``number`` is the index of the file."""
-        if self._opened[0] != os.getpid():
-            self._opened = os.getpid(), {}
-        files, path = self._opened[1], self.readers[number].path
-        with translate_errors(path):
-            if number not in files:
-                files[number] = open_file(path, rdcc_nbytes=64 << 20)
-                self.readers[number].check_unchanged()
-                for each in self._fields:
-                    for name in (name for of, name in each.datasets if of == number):
-                        check_chunks(files[number][name])
-            item = files[number][dataset]
-            for sums in self.sums_of(number, dataset).values():
-                steps = item.chunks or item.shape
-                checks = ChunkChecks(path, dataset, list_chunks(item), sums)
-                checks.check(descriptor_of(files[number]), _chunks_of_box(item.shape, steps, box))
-            values: np.ndarray = item[tuple(box)]
-            return values
 
-    def sums_of(self, number: int, dataset: str, name: str = "") -> Sums:
-        """Return the checksums of a dataset, by a name for it, or nothing if none are compared."""
-        found = self._sums[number].get(dataset)
-        return {} if found is None else {name or dataset: found}
+class VolumeBoxes:
+    """Reads any boxes of the volumes of one field, without channels."""
+
+    def __init__(self, files: VolumeFiles, field: VolumeField) -> None:
+        opening = Opening(BlockCache(CACHE_BYTES))
+        self._reader = BoxReader(files.arrays(opening, [field])[field.name], opening.cache)
+        self._dtype, self._readers, self._opened = field.dtype, files.readers, OpenFiles(files)
+
+    def read(self, volume: int, box: Sequence[slice]) -> np.ndarray:
+        """Read a box of a volume."""
+        low, high = (np.array([[getattr(part, end) for part in box]]) for end in ("start", "stop"))
+        values = np.empty(tuple((high - low)[0]), self._dtype)
+        arrays, zero = self._reader.arrays, np.zeros(1, np.int64)
+        axes = arrays.num_axes
+        boxes = Boxes(zero + volume, low[:, :axes], high[:, :axes], zero, 0)
+        target = items_of(values.reshape(-1).view(np.uint8), arrays.item_bytes, (1, *values.shape[:axes]))
+        for task in self._reader.boxes(boxes, target):
+            task(self._opened)
+        return values
 
     def close(self) -> None:
-        """Close the files in this process."""
-        (process, files), self._opened = self._opened, (0, {})
-        for file in files.values() if process == os.getpid() else ():
-            file.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": (0, {})}
-
-
-def _chunks_of_box(shape: Sequence[int], steps: Sequence[int], box: Sequence[slice]) -> np.ndarray:
-    """Return the numbers of the chunks that contain a box of a dataset, in C order of the grid of chunks."""
-    axes = [np.arange(part.start // step, -(-part.stop // step)) for part, step in zip(box, steps, strict=True)]
-    grid = tuple(-(-size // step) for size, step in zip(shape, steps, strict=True))
-    return np.ravel_multi_index(np.ix_(*axes), grid).reshape(-1)
+        """Close the files. Raises FileError if one was changed while it was read."""
+        self._opened.close()
+        self._reader.cache.forget()
+        for source in self._readers:
+            source.check_unchanged()
 
 
 class PatchReader(Source):
@@ -200,7 +210,8 @@ class PatchReader(Source):
         grid = ChunkGrid((self.plan.num_samples, *each.box_shape()), None, each.dtype.itemsize, False)
         space = "UDHW"[-len(each.size) :]
         axes = {0: f"N{space}C", 1: f"NC{space}"}.get(each.leading, "")
-        return Field(each.name, each.datasets[0][1], grid, each.dtype, axes if len(axes) == len(grid.shape) else "")
+        axes = axes if len(axes) == len(grid.shape) else ""
+        return Field(each.name, each.datasets[0][1], grid, each.dtype, axes, element=each.element)
 
     @property
     def chunk_bytes(self) -> int:
@@ -215,28 +226,25 @@ class PatchReader(Source):
     @cached_property
     def fingerprint(self) -> int:
         """A CRC-32 of the fingerprints of all files, the shapes of all volumes, and the positions of patches."""
-        fields = zlib.crc32(repr([(each.datasets, each.box_shape(), each.padding, str(each.dtype),
-                                   [grid.shape for grid in each.grids]) for each in self.volume_fields.values()]
-                                 ).encode())  # fmt: skip
+        facts = [
+            (
+                each.datasets,
+                each.box_shape(),
+                each.padding,
+                str(each.dtype),
+                [grid.shape for grid in each.grids],
+                *each.element.member,
+            )
+            for each in self.volume_fields.values()
+        ]
+        fields = zlib.crc32(repr(facts).encode())
         return zlib.crc32(
             repr(([each.fingerprint for each in self.files.readers], self.plan.identity)).encode(), fields
         )
 
     def field_readers(self, opening: Any, names: Collection[str]) -> dict[str, FieldReader]:
-        arrays: dict[str, dict[int, Arrays]] = {name: {} for name in names}  # by number of the volume
-        for number, source in enumerate(self.files.readers):
-            source.check_unchanged()
-            with opened(source.path) as file:
-                source.check_unchanged()
-                stored = opening.file(source, file, opening.first_file + number)
-                for name in names:
-                    for volume, (of, dataset) in enumerate(self.volume_fields[name].datasets):
-                        if of == number:
-                            sums = self.files.sums_of(number, dataset, name)
-                            axes = len(self.volume_fields[name].box_shape())
-                            arrays[name][volume] = stored.arrays(name, dataset, axes=axes, sums=sums)
-        volumes = {name: [own[volume] for volume in sorted(own)] for name, own in arrays.items()}
-        return {name: PatchRows(name, self, Arrays.joined(own), opening.cache) for name, own in volumes.items()}
+        arrays = self.files.arrays(opening, [self.volume_fields[name] for name in names])
+        return {name: PatchRows(name, self, own, opening.cache) for name, own in arrays.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "files": copy(self.files)}
@@ -259,13 +267,14 @@ def open_volume_files(
                     described[dataset] = Field(dataset, dataset, grid, each.dtype)
         with opened(path) as file:
             sums.append(read_sums(file, path, described, readers[-1].header, checksums))
-    return VolumeFiles(readers, fields.values(), sums)
+    return VolumeFiles(readers, sums)
 
 
 def _some_field(fields: Mapping[str, VolumeField], number: int) -> dict[str, str]:
     """Return the name of a field, and one of its datasets in file ``number``."""
     name, each = next(iter(fields.items()))
-    return {name: next(path for file, path in each.datasets if file == number)}
+    dataset = next(path for file, path in each.datasets if file == number)
+    return {name: "/".join((dataset, *each.element.member))}
 
 
 def _leading(name: str, channels: str | None, num_spatial: int, num_axes: int) -> int:
@@ -319,37 +328,34 @@ def open_volumes(
                     raise FieldError(f"{printable(path)}: only some of the fields have the volume {odd!r}")
                 for text in texts:
                     described = describe_field(file, path, name, own[text], None, guard)
-                    if not isinstance(described, Field) or described.dtype.kind == "S":
+                    if not isinstance(described, Field) or described.element is None or described.dtype.kind == "S":
                         raise FieldError(f"{printable(path)}: {own[text]!r} does not contain numbers")
-                    grid, dtype = described.grid, described.dtype
-                    if described.member or dtype.names or file[own[text]].dtype.newbyteorder("=") != dtype:
-                        raise UnsupportedError(
-                            f"{printable(path)}: {own[text]!r} has a type that only samples along the first axis may "
-                            f"have: copy it (x) to a dataset, such as file['NEW'] = x[:]{_as_numbers(described)}"
-                        )
-                    if len(grid.shape) < len(size):
+                    grid, element = described.grid, described.element
+                    num_axes = len(grid.shape) - len(element.shape)
+                    if num_axes < len(size):
                         raise FieldError(
-                            f"{printable(path)}: {own[text]!r} has {len(grid.shape)} axes, but size has {len(size)}"
+                            f"{printable(path)}: {own[text]!r} has {num_axes} axes, but size has {len(size)}"
                         )
-                    axes = _leading(name, channels[name], len(size), len(grid.shape))
-                    new = VolumeField(name, [], [], dtype, axes, (0,) * len(size), 0, size)
+                    axes = _leading(name, channels[name], len(size), num_axes)
+                    new = VolumeField(name, [], [], element, axes, (0,) * len(size), 0, size)
                     first = found.setdefault(name, new)
-                    first.datasets.append((number, own[text]))
+                    first.datasets.append((number, described.dataset))
                     first.grids.append(grid)
-                    if first.dtype != dtype or _other_axes(first, -1) != _other_axes(first, 0):
+                    if first.dtype != element.dtype or _other_axes(first, -1) != _other_axes(first, 0):
+                        where = f"{printable(path)}: {own[text]!r}"
                         raise FieldError(
-                            f"{printable(path)}: {own[text]!r} has the type {dtype} and the shape {grid.shape}, but "
+                            f"{where} has the type {element.dtype} and the shape {grid.shape}, but "
                             f"another volume has {first.dtype} and {first.grids[0].shape}: only spatial axes may differ"
+                        )
+                    if first.element.names != element.names:
+                        raise FieldError(
+                            f"{printable(path)}: the enumeration {own[text]!r} has the names "
+                            f"{names_text(element.names.values())}, but in another volume they are "
+                            f"{names_text(first.element.names.values())}: {CATEGORIES_REMEDY}"
                         )
         names += [f"{shown(path)}: {text}" if text else shown(path) for text in texts]
     _check_same_space(found, names)
     return found, names
-
-
-def _as_numbers(field: Field) -> str:
-    """Return the code that converts what h5py reads of a field to numbers of NumPy."""
-    names = "".join(f"[{name!r}]" for name in field.member)
-    return names if field.dtype.names else f"{names}.view({field.dtype.str!r})" if field.dtype.kind == "c" else names
 
 
 def _other_axes(each: VolumeField, volume: int) -> tuple[int, tuple[int, ...]]:
@@ -376,7 +382,7 @@ def _list_datasets(file: h5py.File, guard: Guard, pattern: Pattern) -> dict[str,
     Raises FieldError if no dataset matches.
     """
     matches = find_matches(file, guard, pattern)
-    found = {"/".join(each.texts): each.path for each in matches if not each.texts or guard.find(file, each.path)}
+    found = {"/".join(each.texts): each.path for each in matches if not each.texts or exists(file, guard, each.path)}
     if not found:
         raise FieldError(f"{printable(guard.path)}: no dataset matches {str(pattern)!r}")
     return found
