@@ -14,6 +14,7 @@ from h5chunk.errors import OptionError
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.ragged import SeriesField
 from h5chunk.transforms.csr import _SAME_SIZE, Allocate, CsrRows
+from h5chunk.transforms.hold_out import as_array
 
 
 class _Lengths:
@@ -68,7 +69,8 @@ class RaggedConverter:
     def __init__(self, transforms: Sequence[Any], field: SeriesField, allocate: Allocate) -> None:
         self._form = transforms[0] if transforms else Pad()
         self.packs = isinstance(self._form, Pack)
-        self.dtype = torch.from_numpy(np.empty(0, field.dtype)).dtype
+        bits = field.dtype.names  # of a type that NumPy lacks
+        self.dtype = getattr(torch, bits[0]) if bits else torch.from_numpy(np.empty(0, field.dtype)).dtype
         self._step, self._allocate = field.step_shape, allocate
         self._step_items = math.prod(field.step_shape)
         self.sample_bytes = field.grid.sample_bytes
@@ -107,7 +109,7 @@ class RaggedConverter:
         if on_gpu:
             return self._packed_on_gpu(rows, torch.from_numpy(counts // self._step_items))
         values = self._allocate((total,), self.dtype)
-        out, source, done = values.numpy(), rows.indices.numpy(), 0
+        out, source, done = as_array(values), as_array(rows.indices), 0
         firsts = rows.host_starts[rows.host_numbers]
         for first, count in zip(firsts.tolist(), counts.tolist(), strict=True):
             out[done : done + count] = source[first : first + count]
@@ -123,11 +125,11 @@ class RaggedConverter:
 
     def _padded(self, rows: CsrRows, counts: np.ndarray, longest: int) -> torch.Tensor:
         padded = self._allocate((len(counts), longest), self.dtype)
-        out, source = padded.numpy(), rows.indices.numpy()
+        out, source, padding = as_array(padded), as_array(rows.indices), as_array(self._padding)
         firsts = rows.host_starts[rows.host_numbers]
         for row, first, count in zip(out, firsts.tolist(), counts.tolist(), strict=True):
             row[:count] = source[first : first + count]
-            row[count:] = self._padding
+            row[count:] = padding
         return padded
 
     def _padded_on_gpu(self, rows: CsrRows, lengths: torch.Tensor, longest: int) -> torch.Tensor:
@@ -150,7 +152,7 @@ class RaggedConverter:
 def _padding(form: Pad, field: SeriesField, dtype: torch.dtype) -> torch.Tensor:
     """Return the padding value in a field's dtype; raise OptionError if the dtype cannot represent it."""
     try:
-        value = np.array(form.value).astype(field.dtype)
+        value = np.array(form.value).astype(np.float32 if field.dtype.names else field.dtype)
     except (TypeError, ValueError):
         raise OptionError(f"Pad: value is {form.value!r}: pass a number") from None
     if field.dtype.kind in "biu" and value != form.value:

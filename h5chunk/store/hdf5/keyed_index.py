@@ -4,11 +4,12 @@ An index is stored as ``NAME.h5chunk-index-KEY.npz`` next to a file, or as ``.h5
 all files have in common. It is an ordinary .npz file, whose CRC-32 checksums show damage, with these arrays:
 
 - ``header``, bytes of a JSON object: ``version``; ``made_for``, the patterns, attributes and trust; ``files``, their
-  paths relative to the folder; and ``fields``, the name, dtype, number of axes and kinds of storage of each field.
+  paths relative to the folder; and ``fields``, the name, dtype, kinds of storage, member and names of the values of
+  each field.
 - ``stamps``, (files, 3): the size and modification time of each file, and the CRC-32 of some of its bytes.
 - ``starts``, (files + 1,): the first sample of each file.
 - ``names``, bytes, and ``ends``, (n,): the keys of all samples one after another, and the end of each.
-- ``column NAME``, (n, ...): the values of an attribute.
+- ``column NAME``, (n, ...): the values of an attribute, or of a field of strings of variable length.
 - ``FIELD ARRAY`` with the number of a field: the arrays of `FieldIndex`.
 """
 
@@ -33,18 +34,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, printable
+from h5chunk.errors import FieldError, FileError, names_text, printable
 from h5chunk.remote.mirror import NO_OPTIONS
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.attributes import join_columns
 from h5chunk.store.hdf5.patterns import fill
+from h5chunk.store.hdf5.types import dtype_of_name, name_of_dtype
 from h5chunk.urls import local_copy_of, stable, url_of
 
-VERSION = 4
+VERSION = 5
 LOOKED_AT, LOOK_BYTES = 16, 4 << 10  # number of the pieces of a file that its stamp covers, and their size
 STAMP_THREADS, STAMP_FILES = 16, 256  # that read stamps, and the files that each reads at once
 MAX_BYTES = 1 << 62  # limit on the total size of a field's samples, and on offsets
-THROUGH_HDF5, CONTIGUOUS = -1, 0  # kinds of storage; chunked kinds follow
+THROUGH_HDF5, CONTIGUOUS = -1, 0  # kinds of storage: the latter is that of bytes as in memory; others follow
 ARRAYS = {"shapes": "<i8", "kinds": "<i4", "first": "<i8", "offsets": "<i8", "sizes": "<i8", "masks": "<u4"}
 
 
@@ -58,7 +60,7 @@ class Wanted(NamedTuple):
     patterns: Mapping[str, str]
     attributes: Mapping[str, Any]
     trusted: bool = False
-    kinds: str = "biufc"  # kinds of NumPy dtypes that a field may have
+    kinds: str = "biufcSV"  # kinds of NumPy dtypes that a field may have
 
     @property
     def outer(self) -> str:
@@ -81,15 +83,20 @@ class Wanted(NamedTuple):
 class FieldIndex:
     """The stored blocks of the samples of one field.
 
-    A block is a chunk, or all values of a contiguous sample. ``shapes``, (n, axes), is the shape of each sample;
-    ``kinds``, (n,), is `THROUGH_HDF5`, `CONTIGUOUS`, or 1 + the index of a description in ``chunked``; and ``first``,
-    (n,), is the sample's first block in ``offsets``, ``sizes`` (in the file) and ``masks`` (of skipped filters). The
-    blocks of a sample are in the order of their places in it; samples without values, or that only HDF5 can read, have
-    none.
+    A block is a chunk, or all values of a contiguous sample. ``shapes``, (n, axes), is the shape of each sample, with
+    the axes of array types; ``kinds``, (n,), is `THROUGH_HDF5`, `CONTIGUOUS`, or 1 + the index of a description in
+    ``coded``; and ``first``, (n,), is the sample's first block in ``offsets``, ``sizes`` (in the file) and ``masks``
+    (of skipped filters). The blocks of a sample are in the order of their places in it; samples without values, or that
+    only HDF5 can read, have none. ``member`` has the names that lead to a member of a compound type, and ``names``
+    those of the values of an enumeration.
+
+    A description has the shape of a chunk, which is empty for contiguous samples; whether partial chunks have no
+    filters, and the filters; and the size of an element in the file and in memory, and its encoded type in the file,
+    which is empty if the element is stored as in memory.
     """
 
     dtype: np.dtype
-    chunked: list[Any]  # [chunk shape, [whether partial chunks have no filters, filters]]
+    coded: list[Any]  # [chunk shape, [has plain partial chunks, filters], [stored bytes, bytes in memory, type]]
     shapes: np.ndarray
     kinds: np.ndarray
     first: np.ndarray
@@ -97,6 +104,8 @@ class FieldIndex:
     sizes: np.ndarray
     masks: np.ndarray
     varies: bool = dataclass_field(default=False)  # whether samples of other files differ in length from these
+    member: tuple[str, ...] = ()
+    names: dict[int, str] = dataclass_field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -124,10 +133,9 @@ class FieldIndex:
 
     def block_shapes(self) -> np.ndarray:
         """Return the shape of a block of each sample: (n, axes) int64."""
-        if not self.chunked:
-            return self.shapes
-        chunks = np.array([chunk for chunk, _ in self.chunked], np.int64)
-        return np.where(self.kinds[:, None] > CONTIGUOUS, chunks[np.maximum(self.kinds, 1) - 1], self.shapes)
+        none = [0] * self.shapes.shape[1]
+        chunks = np.array([none, none, *(chunk or none for chunk, *_ in self.coded)], np.int64)[self.kinds + 1]
+        return np.where(chunks > 0, chunks, self.shapes)
 
     def num_blocks(self) -> np.ndarray:
         """Return the number of blocks of each sample: (n,) int64."""
@@ -150,11 +158,11 @@ class FieldIndex:
         sizes = self.shapes.astype(np.float64).prod(1) * self.dtype.itemsize
         if (self.shapes < 0).any() or sizes.sum() >= MAX_BYTES or (self.shapes[:, 1:] != self.shapes[:1, 1:]).any():
             raise ValueError("impossible shapes")
-        if ((self.kinds < THROUGH_HDF5) | (self.kinds > len(self.chunked))).any():
+        if ((self.kinds < THROUGH_HDF5) | (self.kinds > len(self.coded))).any():
             raise ValueError("unknown kinds of storage")
-        for chunk, _ in self.chunked:
-            if len(chunk) != self.shapes.shape[1] or any(
-                type(side) is not int or not 0 < side < 1 << 40 for side in chunk
+        for chunk, _, (*sizes_of_element, _) in self.coded:
+            if len(chunk) not in (0, self.shapes.shape[1]) or any(
+                type(side) is not int or not 0 < side < 1 << 40 for side in (*chunk, *sizes_of_element)
             ):
                 raise ValueError("impossible chunks")
         for array in (self.offsets, self.sizes):
@@ -163,9 +171,11 @@ class FieldIndex:
         ends = np.cumsum(self.num_blocks())
         if (self.first != ends - self.num_blocks()).any() or ends[-1] != len(self.offsets):
             raise ValueError("blocks that are not listed")
-        plain = np.flatnonzero((self.kinds == CONTIGUOUS) & (self.num_blocks() > 0))
-        if (self.sizes[self.first[plain]] != self.sample_bytes()[plain]).any():
-            raise ValueError("shapes that differ from the stored bytes")
+        facts = [(1, 1, True), *((*sizes_of[:2], not chunk) for chunk, _, sizes_of in self.coded)]
+        for kind, (stored, in_memory, is_contiguous) in enumerate(facts):
+            own = np.flatnonzero((self.kinds == kind) & (self.num_blocks() > 0))
+            if is_contiguous and (self.sizes[self.first[own]] * in_memory != self.sample_bytes()[own] * stored).any():
+                raise ValueError("shapes that differ from the stored bytes")
 
 
 def _runs(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -178,7 +188,8 @@ class KeyedIndex(NamedTuple):
     """The samples of some files.
 
     ``names``, uint8, has the concatenated keys of all samples, and ``ends``, (n,), the end of each key. ``columns`` has
-    the values of each attribute, (n, ...). ``starts``, (files + 1,), is the first sample of each file.
+    the values of each attribute, (n, ...), and of each field of strings of variable length, (n,). ``starts``,
+    (files + 1,), is the first sample of each file.
     """
 
     names: np.ndarray
@@ -213,8 +224,9 @@ class KeyedIndex(NamedTuple):
         """Raise ValueError if arrays do not fit each other, or if the index is for other fields or attributes."""
         if (
             not self.num_samples
-            or sorted(self.fields) != sorted(wanted.patterns)
-            or {*self.columns} != {*wanted.attributes}
+            or not self.fields
+            or sorted([*self.fields, *self.columns]) != sorted([*wanted.patterns, *wanted.attributes])
+            or not {*wanted.attributes} <= {*self.columns}
         ):
             raise ValueError("fields or attributes that were not requested")
         lengths, counts = np.diff(self.ends, prepend=0), np.diff(self.starts, prepend=0)
@@ -233,27 +245,37 @@ def joined(parts: Sequence[KeyedIndex], wanted: Wanted) -> KeyedIndex:
     if len(parts) == 1:
         return parts[0]
     fields = {}
+    for part in parts:
+        if odd := part.fields.keys() ^ parts[0].fields.keys():
+            where = f"sample {printable(fill(wanted.outer, part.name(0)) or part.name(0))}"
+            raise FieldError(f"{where}: {min(odd)!r} has strings, and numbers in other samples: leave it out")
     for name, model in parts[0].fields.items():
         own = [part.fields[name] for part in parts]
         for part, field in zip(parts, own, strict=True):
+            where = f"sample {printable(fill(wanted.outer, part.name(0)) or part.name(0))}"
             if field.dtype != model.dtype or field.shape[1:] != model.shape[1:] or len(field.shape) != len(model.shape):
-                where = f"sample {printable(fill(wanted.outer, part.name(0)) or part.name(0))}"
                 raise differs(where, name, (field.shape, field.dtype), (model.shape, model.dtype))
-        chunked: dict[str, tuple[int, Any]] = {}  # number and description of each kind
-        for kind in (kind for field in own for kind in field.chunked):
-            chunked.setdefault(repr(kind), (len(chunked) + 1, kind))
+            if field.names != model.names or field.member != model.member:
+                raise FieldError(
+                    f"{where} has an enumeration with the names {names_text(field.names.values())} in {name!r}, but "
+                    f"the first sample has {names_text(model.names.values())}: open the files as separate data sets"
+                )
+        coded: dict[str, tuple[int, Any]] = {}  # number and description of each kind
+        for kind in (kind for field in own for kind in field.coded):
+            coded.setdefault(repr(kind), (len(coded) + 1, kind))
         arrays: dict[str, list[np.ndarray]] = {array: [getattr(field, array) for field in own] for array in ARRAYS}
         num_blocks = np.cumsum([0, *(len(field.offsets) for field in own)])
         arrays["first"] = [field.first + before for field, before in zip(own, num_blocks, strict=False)]
         for number, field in enumerate(own):
-            numbers = [THROUGH_HDF5, CONTIGUOUS, *(chunked[repr(kind)][0] for kind in field.chunked)]
+            numbers = [THROUGH_HDF5, CONTIGUOUS, *(coded[repr(kind)][0] for kind in field.coded)]
             arrays["kinds"][number] = np.array(numbers, np.int32)[field.kinds + 1]
         whole: dict[str, Any] = {array: np.concatenate(values) for array, values in arrays.items()}
-        fields[name] = FieldIndex(model.dtype, [kind for _, kind in chunked.values()], **whole)
+        whole |= {"member": model.member, "names": model.names}
+        fields[name] = FieldIndex(model.dtype, [kind for _, kind in coded.values()], **whole)
     letters = np.cumsum([0, *(len(part.names) for part in parts)])
     columns = {
-        name: join_columns(name, [part.columns[name] for part in parts], default)
-        for name, default in wanted.attributes.items()
+        name: join_columns(name, [part.columns[name] for part in parts], wanted.attributes.get(name))
+        for name in parts[0].columns
     }
     return KeyedIndex(
         np.concatenate([part.names for part in parts]),
@@ -358,14 +380,21 @@ class StoredIndex:
         if header["version"] != VERSION or header["made_for"] != self._wanted.made_for():
             raise ValueError("made for other samples")
         fields = {}
-        for number, (name, dtype, chunked) in enumerate(header["fields"]):
+        for number, (name, dtype, coded, member, names) in enumerate(header["fields"]):
             own = {array: arrays[f"{number} {array}"] for array in ARRAYS}
             if any(own[array].dtype != np.dtype(kind) for array, kind in ARRAYS.items()):
                 raise ValueError("impossible arrays")
             if own["shapes"].shape[0] == 1:  # all samples have the same shape
                 own["shapes"] = np.broadcast_to(own["shapes"], (len(own["kinds"]), own["shapes"].shape[1]))
-            fields[name] = FieldIndex(np.dtype(str(dtype)), chunked, **own)
-        columns = {name: arrays[f"column {name}"] for name in self._wanted.attributes}
+            fields[name] = FieldIndex(
+                dtype_of_name(str(dtype)),
+                coded,
+                **own,
+                member=tuple(map(str, member)),
+                names={int(value): str(each) for value, each in names},
+            )
+        known = (*self._wanted.attributes, *self._wanted.patterns)
+        columns = {name: arrays[f"column {name}"] for name in known if name not in fields}
         index = KeyedIndex(arrays["names"], arrays["ends"], fields, columns, arrays["starts"])
         index.check(len(header["files"]), self._wanted)
         if arrays["stamps"].shape != (len(header["files"]), 3):
@@ -378,7 +407,10 @@ class StoredIndex:
             "version": VERSION,
             "made_for": self._wanted.made_for(),
             "files": list(stamps),
-            "fields": [(name, field.dtype.str, field.chunked) for name, field in index.fields.items()],
+            "fields": [
+                (name, name_of_dtype(field.dtype), field.coded, field.member, [*field.names.items()])
+                for name, field in index.fields.items()
+            ],
         }
         arrays: dict[str, Any] = {
             "header": np.frombuffer(json.dumps(header).encode(), np.uint8),

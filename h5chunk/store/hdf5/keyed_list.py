@@ -8,6 +8,7 @@ Source: https://github.com/h5py/h5py/issues/2425 and 2174, which report such fil
 
 from __future__ import annotations
 
+import base64
 import math
 import os
 import warnings
@@ -30,7 +31,6 @@ from h5chunk.store.hdf5.chunk_table import (
     check_chunks,
     impossible_sizes,
     is_listed_wrongly,
-    is_stored_as,
     is_variable,
     leaves_out_user_block,
     partial_chunks_are_plain,
@@ -50,10 +50,12 @@ from h5chunk.store.hdf5.keyed_index import (
 from h5chunk.store.hdf5.open import descriptor_of, follow, opened
 from h5chunk.store.hdf5.patterns import fill
 from h5chunk.store.hdf5.ranges import held
-from h5chunk.store.hdf5.types import type_problem
+from h5chunk.store.hdf5.strings import POINTER, FileBytes, read_strings
+from h5chunk.store.hdf5.types import element_of, find_column, find_member, type_problem, type_text
 
 PART_SAMPLES = 5_000  # samples per range; a child process lists a range in about a second
 PART_FILES = 500  # files per range
+MAX_TEXT_BYTES = 64 << 10  # limit on strings of variable length, which the index has
 REPORTED = 1000  # number of samples between two reports of progress
 HEADER_BYTES = 4 << 10  # bytes after the start of an object header to search for a compact dataset's values
 
@@ -213,17 +215,25 @@ def _list_part(say: Say, part: Sequence[Keys], wanted: Wanted) -> KeyedIndex:
                 done += 1
                 if done % REPORTED == 0:
                     say(done)
+            for field in fields.values():
+                field.leave()
     say(done)
     keys, names = [key for each in part for key in each.keys], next(iter(fields.values())).names
+    values |= {name: field.texts for name, field in fields.items() if field.is_text}
+    if len(values) > len(wanted.attributes) + len(fields) - 1:
+        raise FieldError(
+            f"{names[0]} has only strings of variable length: name at least one dataset of numbers, too, or of strings "
+            "of fixed length"
+        )
     try:
-        columns = {name: column_of(name, own, wanted.attributes[name], names) for name, own in values.items()}
+        columns = {name: column_of(name, own, wanted.attributes.get(name), names) for name, own in values.items()}
     except FieldError as error:
         first = printable(part[0].path)
         raise FieldError(f"{'' if str(error).startswith(first) else f'{first}: '}{error}") from None
     return KeyedIndex(
         np.frombuffer(b"".join(keys), np.uint8),
         np.cumsum([len(key) for key in keys]),
-        {name: field.index() for name, field in fields.items()},
+        {name: field.index() for name, field in fields.items() if not field.is_text},
         columns,
         np.cumsum([0, *(len(each.keys) for each in part)]),
     )
@@ -254,11 +264,14 @@ class _Lister:
             )
         where = f"{printable(self.guard.path)}{': sample ' if path else ''}{printable(path)}"
         owners = [item]  # the objects that may have the attributes
-        for field, inner in self._inner.items():
-            dataset = self._find(item, inner) if inner else item
+        for name, inner in self._inner.items():
+            field = fields[name]
+            dataset = self._find(item, inner if field.path is None else field.path)
+            if field.path is None and not isinstance(dataset, h5py.h5d.DatasetID):
+                dataset = self._find_column(item, inner, field)
             if not isinstance(dataset, h5py.h5d.DatasetID):
                 raise FieldError(f"{where} has no dataset {inner!r}: all samples must have the same datasets")
-            fields[field].add(dataset, where)
+            field.add(dataset, where)
             owners.append(dataset)
         for name, own in values.items():
             default = self._wanted.attributes[name]
@@ -282,7 +295,21 @@ class _Lister:
                 return as_number(value, self._wanted.attributes[name], name, where)
         return None
 
+    def _find_column(self, item: Any, inner: str, field: _FieldLister) -> Any:
+        """Return the dataset of a member of a compound type, and note where all samples have it."""
+        if isinstance(item, h5py.h5d.DatasetID):  # the samples are the datasets
+            member = find_member(item.get_type(), inner)
+            found = None if member is None else ("", member)
+        else:
+            found = find_column(h5py.Group(item), self.guard, inner)
+        if found is None:
+            return None
+        field.path, field.member = found
+        return self._find(item, field.path)
+
     def _find(self, start: Any, path: str) -> Any:
+        if not path:
+            return start
         item = follow(start, path)
         if item is None and isinstance(start, h5py.h5g.GroupID):  # the path may contain a link
             target = self.guard.find(h5py.Group(start), path)
@@ -295,10 +322,14 @@ class _FieldLister:
 
     def __init__(self, name: str, kinds: str) -> None:
         self._name, self._of_values = name, kinds
-        self._first: tuple[Any, tuple[int, ...], np.dtype] | None = None  # type, shape, dtype
+        self.path: str | None = None  # of the dataset in a sample, if the field is a member
+        self.member: tuple[str, ...] = ()
+        self._first: tuple[Any, tuple[int, ...]] | None = None  # type and shape
         self._kinds: list[tuple[Any, list[Any]]] = []  # creation properties, and description
         self._kinds_of: dict[tuple[int, ...], list[int]] = defaultdict(list)  # numbers of kinds, from 1, by chunk shape
-        self._stored_here = True
+        self._converted = 0  # number of the kind of contiguous samples whose elements must be converted
+        self.is_text, self.texts = False, list[bytes]()  # whether they are strings of variable length
+        self._pointers: list[bytes] = []  # of the strings in the file
         self._shapes: list[tuple[int, ...]] = []
         self._places: list[tuple[int, int, int]] = []  # kind, number of blocks, and size of the file
         self._blocks: list[tuple[int, int, int]] = []  # offset, size and filter mask
@@ -310,25 +341,68 @@ class _FieldLister:
         self._file_bytes = file.id.get_filesize()
         self._has_block = bool(file.userblock_size)
 
+    def leave(self) -> None:
+        """Read the strings of variable length in the file."""
+        if self._pointers:
+            pointers = np.frombuffer(b"".join(self._pointers), POINTER)
+            name = f"{printable(self._guard.path)}: {self._name!r}"
+            file = FileBytes(
+                self._file.id.get_vfd_handle(),
+                self._file_bytes,
+                lambda problem: FieldError(f"{name}: {problem}; or leave the field out"),
+                self._file.userblock_size,
+            )
+            self.texts += read_strings(file, pointers, MAX_TEXT_BYTES).tolist()
+            self._pointers = []
+
     def add(self, dataset: Any, where: str) -> None:
         """Add the next sample."""
         shape = dataset.shape
         if self._first is None:
-            self._check(dataset, where)
-            number = h5py.Dataset(dataset)
-            self._first = dataset.get_type().copy(), shape, number.dtype.newbyteorder("=")
-            self._stored_here = number.dtype.kind in "biufc" and is_stored_as(number, self._first[2])
-            if self._first[2].kind not in self._of_values:
-                raise FieldError(f"{where}: {self._name!r} {type_problem(number.dtype)}, or leave the field out")
-        kind, first, dtype = self._first
+            self._describe(dataset, where)
+        kind, first = self._first or (None, ())
         if dataset.get_type() != kind or len(shape) != len(first) or shape[1:] != first[1:]:
             self._check(dataset, where)
-            raise differs(where, self._name, (shape, h5py.Dataset(dataset).dtype), (first, dtype))
-        self._shapes.append(shape)
+            raise differs(where, self._name, (shape, type_text(dataset.get_type())), (first, type_text(kind)))
         self.names.append(where)
-        kind, blocks = self._stored(dataset, shape, where)
+        if self.is_text:
+            self._pointers.append(self._pointer(dataset, where))
+            return
+        self._shapes.append((*shape, *self._element.shape))
+        number, blocks = self._stored(dataset, shape, where)
         self._blocks += blocks
-        self._places.append((kind, len(blocks), self._file_bytes))
+        self._places.append((number, len(blocks), self._file_bytes))
+
+    def _describe(self, dataset: Any, where: str) -> None:
+        """Note the type and shape of the first sample. Raises FieldError if it cannot be a field."""
+        kind, item = dataset.get_type(), h5py.Dataset(dataset)
+        self.is_text = (
+            isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str() and dataset.shape in ((), (1,))
+        )
+        self._check(dataset, where)
+        if not self.is_text:
+            try:
+                self._element = element_of(kind, f"{where}: {self._name!r}", self.member)
+            except FieldError as error:
+                raise type(error)(f"{error}; or leave the field out") from None
+            if self._element.dtype.kind not in self._of_values:
+                raise FieldError(f"{where}: {self._name!r} {type_problem(item.dtype)}, or leave the field out")
+        self._has_places = not is_variable(kind)  # otherwise, only HDF5 knows where a member is
+        self._type = "" if self.is_text or self._element.is_plain else base64.b85encode(kind.encode()).decode()
+        self._first = kind.copy(), dataset.shape
+
+    def _pointer(self, dataset: Any, where: str) -> bytes:
+        """Return the pointer to a string of variable length, as it is stored."""
+        offset = dataset.get_offset()
+        if not dataset.get_storage_size():
+            return bytes(POINTER.itemsize)
+        if offset is None or self._file.id.get_create_plist().get_sizes()[0] != 8:
+            problem = type_problem(h5py.Dataset(dataset).dtype)
+            raise FieldError(f"{where}: {self._name!r} {problem}; or leave the field out")
+        pointer = os.pread(self._file.id.get_vfd_handle(), POINTER.itemsize, offset)
+        if len(pointer) < POINTER.itemsize:
+            raise FileError(f"{where} is damaged: {self._name!r} extends beyond the end of the file")
+        return pointer
 
     def index(self) -> FieldIndex:
         """Return the index of all samples that were added."""
@@ -338,7 +412,7 @@ class _FieldLister:
         self._check_blocks(blocks, np.repeat(np.arange(len(counts)), counts), kinds, file_bytes)
         offsets, sizes, masks = blocks.T
         return FieldIndex(
-            self._first[2],
+            self._element.dtype,
             [kind for _, kind in self._kinds],
             np.array(self._shapes, np.int64).reshape(len(kinds), -1),
             kinds.astype(np.int32),
@@ -346,10 +420,12 @@ class _FieldLister:
             offsets.copy(),
             sizes.copy(),
             masks.astype(np.uint32),
+            member=self.member,
+            names=self._element.names,
         )
 
     def _check(self, dataset: Any, where: str) -> None:
-        if dataset.shape is None or is_variable(dataset.get_type()):
+        if dataset.shape is None or (is_variable(dataset.get_type()) and not self.is_text and not self.member):
             problem = "is empty" if dataset.shape is None else type_problem(h5py.Dataset(dataset).dtype)
             raise FieldError(f"{where}: {self._name!r} {problem}; or leave the field out")
         name = h5py.h5i.get_name(dataset) or b""
@@ -358,29 +434,31 @@ class _FieldLister:
 
     def _stored(self, dataset: Any, shape: tuple[int, ...], where: str) -> tuple[int, list[tuple[int, int, int]]]:
         """Return the kind and the blocks of a sample. Raises FileError if it extends beyond the end of the file."""
-        if not self._stored_here:
+        if not self._has_places:
             self._check(dataset, where)
             return THROUGH_HDF5, []
-        num_bytes = math.prod(shape) * self._first[2].itemsize if self._first else 0
+        num_bytes = math.prod(shape) * self._element.item_bytes
         if not num_bytes:
             return CONTIGUOUS, []
         offset = dataset.get_offset() if not self._has_block or dataset.get_storage_size() else None
         if offset is not None:
             if not 0 <= offset <= self._file_bytes - num_bytes:
                 raise FileError(f"{where} is damaged: {self._name!r} extends beyond the end of the file")
-            return CONTIGUOUS, [(offset, num_bytes, 0)]
+            if self._type and not self._converted:
+                self._converted = self._add_kind(None, [], [False, []])
+            return self._converted, [(offset, num_bytes, 0)]
         properties = dataset.get_create_plist()
         layout = properties.get_layout()
         if layout == h5py.h5d.CHUNKED and not (self._has_block and leaves_out_user_block()):
             return self._chunked(dataset, shape, properties, where)
         self._check(dataset, where)
-        if layout == h5py.h5d.COMPACT and not self._has_block:
+        if layout == h5py.h5d.COMPACT and not self._has_block and not self._type:
             return self._compact(dataset)
         return THROUGH_HDF5, []
 
     def _compact(self, dataset: Any) -> tuple[int, list[tuple[int, int, int]]]:
         """Find the values of a dataset in its object header. Any place with equal bytes is suitable."""
-        values = np.empty(dataset.shape, self._first[2]) if self._first else np.empty(0)
+        values = np.empty(dataset.shape, self._element.dtype)
         dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
         start = int(h5py.h5g.get_objinfo(dataset).objno[0])
         size, descriptor = min(values.nbytes + HEADER_BYTES, self._file_bytes - start), descriptor_of(self._file)
@@ -409,19 +487,22 @@ class _FieldLister:
             self._check(dataset, where)
         if not fits:
             return THROUGH_HDF5, []  # chunks were never written, or are listed wrongly
-        kind = kind or self._add_kind(h5py.Dataset(dataset), properties)
+        if kind is None:
+            filters = [[*properties.get_filter(number)[:1], list(properties.get_filter(number)[2])]
+                       for number in range(properties.get_nfilters())]  # fmt: skip
+            chunk_shape = [*properties.get_chunk(), *self._element.shape]
+            kind = self._add_kind(properties, chunk_shape, [partial_chunks_are_plain(properties), filters])
+            self._kinds_of[chunk].append(kind)
         if self._kinds[kind - 1][1][1][0]:  # filter masks do not show that partial chunks have no filters
             for start in starts:
                 if any(at + step > side for at, step, side in zip(start, chunk, shape, strict=True)):
                     found[start] = *found[start][:2], ALL_FILTERS
         return kind, [found[start] for start in starts]
 
-    def _add_kind(self, dataset: h5py.Dataset, properties: Any) -> int:
-        filters = [[*properties.get_filter(number)[:1], list(properties.get_filter(number)[2])]
-                   for number in range(properties.get_nfilters())]  # fmt: skip
-        partial = partial_chunks_are_plain(properties)
-        self._kinds.append((properties, [list(properties.get_chunk()), [partial, filters]]))
-        self._kinds_of[properties.get_chunk()].append(len(self._kinds))
+    def _add_kind(self, properties: Any, chunk: list[int], filters: list[Any]) -> int:
+        """Note how samples are stored, and return the number of this kind."""
+        element = [self._element.item_bytes, self._element.num_bytes, self._type]
+        self._kinds.append((properties, [chunk, filters, element]))
         return len(self._kinds)
 
     def _check_blocks(self, blocks: np.ndarray, samples: np.ndarray, kinds: np.ndarray, file_bytes: np.ndarray) -> None:
@@ -435,9 +516,11 @@ class _FieldLister:
         order = np.lexsort((offsets, samples))
         after, ends = order[1:], (offsets + sizes)[order[:-1]]
         wrong.append(after[(samples[after] == samples[order[:-1]]) & (offsets[after] < ends)])
-        for number, (properties, (chunk, _)) in enumerate(self._kinds, 1):
+        for number, (properties, _) in enumerate(self._kinds, 1):
+            if properties is None:  # contiguous
+                continue
             own = np.flatnonzero(kinds[samples] == number)
-            chunk_bytes = math.prod(chunk) * (self._first[2].itemsize if self._first else 0)
+            chunk_bytes = math.prod(properties.get_chunk()) * self._element.item_bytes
             wrong.append(own[impossible_sizes(properties, chunk_bytes, sizes[own], masks[own])])
         for first in np.concatenate(wrong)[:1].tolist():
             raise FileError(

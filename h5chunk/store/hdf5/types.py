@@ -22,6 +22,7 @@ import numpy as np
 from h5py import h5t
 
 from h5chunk.errors import FieldError, UnsupportedError, names_text
+from h5chunk.store.hdf5.guard import Guard
 
 COMPLEX_NAMES = (["r", "i"], ["real", "imag"], ["re", "im"])  # of the parts of complex numbers, in lower case
 NARROW_FLOATS = {  # by item size, sign bit, start and size of the exponent and of the mantissa, and exponent bias
@@ -168,6 +169,35 @@ def find_member(kind: h5t.TypeID, name: str) -> tuple[str, ...] | None:
             if rest is not None:
                 return (own, *rest)
     return None
+
+
+def find_column(start: h5py.Group, guard: Guard, path: str) -> tuple[str, tuple[str, ...]] | None:
+    """Split the path of a member of a compound type, such as "events/p4.x", into its dataset and the member."""
+    for at in range(len(path) - 1, 0, -1):
+        if path[at] in "./" and path[:at].strip("/"):
+            item = guard.find(start, path[:at])
+            if isinstance(item, h5py.Dataset) and (member := find_member(item.id.get_type(), path[at + 1 :])):
+                return path[:at], member
+    return None
+
+
+def read_elements(dataset: h5py.Dataset, element: Element) -> np.ndarray:
+    """Read all elements of a dataset through HDF5, and convert them: (n, *element.shape)."""
+    packed = packed_element(dataset, element)
+    raw = np.zeros(dataset.shape, f"V{packed.item_bytes}")  # HDF5 leaves memory unchanged if there is no fill value
+    dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, raw, packed_type(dataset.id.get_type(), element.member))
+    return packed.convert(raw.reshape(-1).view(np.uint8))
+
+
+def name_of_dtype(dtype: np.dtype) -> str:
+    """Return a text from which `dtype_of_name` makes an equal dtype of an `Element`."""
+    return dtype.names[0] if dtype.names else dtype.str
+
+
+def dtype_of_name(name: str) -> np.dtype:
+    """Return the dtype that `name_of_dtype` named."""
+    narrow = next((dtype for dtype in NARROW_FLOATS.values() if name_of_dtype(dtype) == name), None)
+    return np.dtype(name) if narrow is None else narrow
 
 
 def members_of(kind: h5t.TypeID, levels: int = MAX_LEVELS) -> list[tuple[str, ...]]:

@@ -26,7 +26,7 @@ from h5chunk.store.hdf5.encodings import read_encoding
 from h5chunk.store.hdf5.guard import Guard, small_attribute
 from h5chunk.store.hdf5.open import errors_as
 from h5chunk.store.hdf5.strings import read_words
-from h5chunk.store.hdf5.types import Element, element_of, find_member, members_of
+from h5chunk.store.hdf5.types import Element, element_of, find_column, members_of
 from h5chunk.store.read.ragged import FlatSamples, RaggedField, describe_images, describe_series
 from h5chunk.store.read.samples import Part, Rows, StoredFile
 from h5chunk.store.read.vlen import describe_vlen, longest_text, text_part
@@ -219,7 +219,7 @@ def describe_field(
         return _along(field, dataset.axis, f"{printable(path)}: {dataset.dataset!r}")
     item = guard.find(file, dataset)
     member: tuple[str, ...] = ()
-    if item is None and (found := _find_table(file, guard, dataset)):
+    if item is None and (found := find_column(file, guard, dataset)):
         dataset, member = found
         item = guard.find(file, dataset)
     if item is None:
@@ -293,19 +293,9 @@ def _along(field: Field | RaggedField, axis: int, where: str) -> Field | RaggedF
     return replace(field, grid=replace(grid, shape=shape, chunks=chunks), axes="", sample_axis=axis)
 
 
-def _find_table(file: h5py.File, guard: Guard, path: str) -> tuple[str, tuple[str, ...]] | None:
-    """Split the path of a member of a compound type, such as "events/p4.x", into its dataset and the member."""
-    for at in range(len(path) - 1, 0, -1):
-        if path[at] in "./" and path[:at].strip("/"):
-            item = guard.find(file, path[:at])
-            if isinstance(item, h5py.Dataset) and (member := find_member(item.id.get_type(), path[at + 1 :])):
-                return path[:at], member
-    return None
-
-
 def exists(file: h5py.File, guard: Guard, path: str) -> bool:
     """Return whether there is an object, or a member of a compound type, at a path."""
-    return guard.find(file, path) is not None or _find_table(file, guard, path) is not None
+    return guard.find(file, path) is not None or find_column(file, guard, path) is not None
 
 
 def with_members(file: h5py.File, guard: Guard, fields: Stored) -> Stored:

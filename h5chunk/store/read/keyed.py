@@ -22,7 +22,7 @@ from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.keyed_index import THROUGH_HDF5, KeyedIndex, Wanted, names_in_folder
 from h5chunk.store.hdf5.open import opened, translate_errors
 from h5chunk.store.hdf5.patterns import fill
-from h5chunk.store.hdf5.types import element_of
+from h5chunk.store.hdf5.types import Element, element_of, read_elements
 from h5chunk.store.read.arrays import Arrays, Blocks, Codec
 from h5chunk.store.read.checksums import OFF, ChunkChecks
 from h5chunk.store.read.fields import Field
@@ -30,7 +30,7 @@ from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.ragged import SeriesField
 from h5chunk.store.read.samples import Elements, Part, Rows
 from h5chunk.store.read.source import Computed, Source, SourceFile
-from h5chunk.store.read.stored import InMemory, filters_of
+from h5chunk.store.read.stored import InMemory, codec_of
 from h5chunk.store.read.through_hdf5 import Hdf5Files
 
 OUTDATED = "does not match the index of the file: delete the index, NAME.h5chunk-index-*"
@@ -40,12 +40,18 @@ def _describe(path: Path, name: str, pattern: str, index: KeyedIndex, chunk_samp
     field = index.fields[name]
     if not math.prod(field.shape[field.is_ragged :]):
         raise FieldError(f"{printable(path)}: {name!r} has no values in any sample: leave it out")
+    if field.is_ragged and field.dtype.kind == "S":
+        raise FieldError(
+            f"{printable(path)}: {name!r} has strings, whose number differs between samples, for which there are no "
+            "batches: leave it out"
+        )
     if field.is_ragged:
         total = int(field.lengths.sum()) * field.step_items
         where = name, pattern, index.num_samples, total, chunk_samples, False
         return SeriesField(*where, step_shape=field.shape[1:], value_dtype=field.dtype)
     shape = index.num_samples, *field.shape
-    return Field(name, pattern, ChunkGrid(shape, None, field.dtype.itemsize, False), field.dtype)
+    element = Element(field.dtype, field.dtype, names=field.names) if field.names else None
+    return Field(name, pattern, ChunkGrid(shape, None, field.dtype.itemsize, False), field.dtype, element=element)
 
 
 class KeyedReader(Source):
@@ -188,7 +194,7 @@ class KeyedReader(Source):
         kinds = field.kinds
         found, firsts = np.unique(kinds, return_index=True)
         sample_of = dict(zip(found.tolist(), firsts.tolist(), strict=True))
-        for kind, (chunk, _) in enumerate(field.chunked, 1):
+        for kind, (chunk, *_) in enumerate(field.coded, 1):
             sample = sample_of.get(kind)
             if sample is None:  # chunks of this kind are only in samples of other files
                 codecs.append(InMemory(np.empty(0, np.uint8)))
@@ -197,20 +203,27 @@ class KeyedReader(Source):
             self.check_file(sample if self.are_samples else 0)
             with opened(where) as file:
                 dataset = self.find_dataset(file, name, sample)
-                if dataset.chunks != tuple(chunk):
+                if list(dataset.chunks or ()) != chunk[: dataset.ndim]:
                     raise self._outdated(name, sample)
                 try:
-                    codecs.append(filters_of(dataset, element_of(dataset, f"{printable(where)}: {dataset.name!r}")))
+                    codecs.append(codec_of(dataset, self.element_of(name, dataset)))
                 except NotDirect:
                     kinds = np.where(kinds == kind, THROUGH_HDF5, kinds)
                     codecs.append(InMemory(np.empty(0, np.uint8)))  # which no sample uses
         return kinds, tuple(codecs)
 
+    def element_of(self, name: str, dataset: h5py.Dataset) -> Element:
+        """Describe the elements of a field in a dataset."""
+        return element_of(dataset, f"{printable(self.path)}: {dataset.name!r}", self.index.fields[name].member)
+
     def find_dataset(self, file: h5py.File, name: str, number: int) -> h5py.Dataset:
         """Return the dataset of a sample. Raises FileError if it is not the one in the index."""
         field = self.index.fields[name]
-        dataset = Guard(self.file_of(number), self.trusted).find(file, self.dataset_of(name, number))
-        if not isinstance(dataset, h5py.Dataset) or dataset.shape != tuple(field.shapes[number].tolist()):
+        path, shape = self.dataset_of(name, number), field.shapes[number].tolist()
+        if field.member:  # which one separator precedes
+            path = path[: -1 - len("/".join(field.member))]
+        dataset = Guard(self.file_of(number), self.trusted).find(file, path)
+        if not isinstance(dataset, h5py.Dataset) or list(dataset.shape) != shape[: dataset.ndim]:
             raise self._outdated(name, number)
         return dataset
 
@@ -266,9 +279,10 @@ class SampleThroughHdf5:
         path, own = source.file_of(sample), sample if source.are_samples else 0
         check = partial(source.check_file, own)
         with self._files.lock, translate_errors(path), self._opened(path, check) as file:
-            values = np.asarray(source.find_dataset(file, self._name, sample)[()])
+            dataset = source.find_dataset(file, self._name, sample)
+            values = read_elements(dataset, source.element_of(self._name, dataset))
         check()
-        out.view(source.index.fields[self._name].dtype)[...] = values.reshape(-1)
+        out[:] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
     @contextmanager
     def _opened(self, path: Path, check: Callable[[], None]) -> Iterator[h5py.File]:

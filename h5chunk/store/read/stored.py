@@ -12,7 +12,7 @@ import numpy as np
 from h5chunk.errors import FileError, human_bytes, printable
 from h5chunk.store.hdf5.chunk_table import ChunkTable, NotDirect, is_variable, list_chunks
 from h5chunk.store.hdf5.codecs import ChunkDecoder, DecodeError, NoDecoder, scratch
-from h5chunk.store.hdf5.types import Element, packed_element, packed_type
+from h5chunk.store.hdf5.types import Element, packed_element, packed_type, read_elements
 from h5chunk.store.read.arrays import Arrays, Blocks, Codec
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 
@@ -151,8 +151,10 @@ def dataset_arrays(
     return Arrays.of_one(item_bytes, shape, block, blocks, codec, origin, inner_shape)
 
 
-def filters_of(dataset: h5py.Dataset, element: Element) -> Filtered:
-    """Return the codec of a dataset's chunks, all of which were written. Raises NotDirect if only HDF5 decodes them."""
+def codec_of(dataset: h5py.Dataset, element: Element) -> Filtered:
+    """Return the codec of a dataset's blocks, all of which were written. Raises NotDirect if only HDF5 decodes them."""
+    if dataset.chunks is None:
+        return Filtered(None, element, 0, b"")
     count = math.prod(dataset.chunks)
     return Filtered(_decoder(dataset.id.get_create_plist(), count, element), element, count, b"")
 
@@ -202,10 +204,7 @@ def _unwritten_value(dataset: h5py.Dataset, table: ChunkTable, element: Element,
 
 def _compact_arrays(path: Path, name: str, file: int, dataset: h5py.Dataset, element: Element) -> Arrays:
     """Read a dataset that is stored in its object header, and has at most 64 KiB."""
-    packed = packed_element(dataset, element)
-    raw = np.empty(dataset.shape, f"V{packed.item_bytes}")
-    dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, raw, packed_type(dataset.id.get_type(), element.member))
-    values = packed.convert(raw.reshape(-1).view(np.uint8))
+    values = read_elements(dataset, element)
     table = ChunkTable.unwritten(dataset.shape, dataset.shape)
     origin = DatasetOrigin(file, path, name, dataset, table, None)
     blocks = Blocks(np.full(1, file, np.int32), table.offsets, table.sizes, table.filter_masks)
