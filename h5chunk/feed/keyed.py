@@ -59,6 +59,9 @@ class Keyed(ChunkDataset):
         follows the last ``*``, with ``_`` for ``/``, or after the group if nothing follows. Samples are sorted by key.
         Paths without ``*`` are those of datasets in each of many files, of which each is a sample; its key is the path
         of the file in the folder that all files have in common, without its suffix. `source_names` has the keys.
+        A path may lead to a column of a table (a compound type), as in ``events/*/table/pt`` or ``events/*/table.pt``.
+        A field may have one string per sample, of up to 65,536 bytes; the index has these strings, and a sample has
+        each as ``str``.
     attributes : sequence of str, or mapping of str
         HDF5 attributes of each sample, which become fields. Each value must be one string, or numbers of the same shape
         in all samples. An attribute is read from the object that the last ``*`` matches or, if that lacks it, from the

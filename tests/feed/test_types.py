@@ -37,11 +37,11 @@ LAYOUTS = {
 
 
 def make(path, name, values, layout):
-    """Write one dataset, of which the rows from 30 on are not written if ``layout`` is unwritten."""
+    """Write one dataset, of which the last quarter of the rows is not written if ``layout`` is unwritten."""
     values = values[:10] if layout == "compact" else values
     options = LAYOUTS[layout]
     if options:
-        options = {**options, "chunks": (10, *values.shape[1:])}
+        options = {**options, "chunks": (max(1, len(values) // 4), *values.shape[1:])}
     with h5py.File(path, "w") as file:
         if layout == "compact":
             properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -51,7 +51,7 @@ def make(path, name, values, layout):
             h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, properties))[...] = values
         else:
             dataset = file.create_dataset(name, values.shape, values.dtype, **options)
-            count = 30 if layout == "unwritten" else len(values)
+            count = len(values) * 3 // 4 if layout == "unwritten" else len(values)
             dataset[:count] = values[:count]
         return file[name][()]
 
@@ -315,3 +315,83 @@ def test_complex_samples_of_groups(tmp_path):
     plain, coded, ragged = keyed[3][:3]
     assert plain.dtype == torch.complex64 and bool((plain == 3 + 3j).all())
     assert bool((coded == 3j).all()) and ragged.tolist() == [3j] * 4
+
+
+KEYED = {
+    "table.pt": EVENTS[:5],
+    "table/p4": EVENTS[:5],
+    "table/z.c": EVENTS[:5],
+    "matlab": VALUES["matlab"][:3],
+    "big": VALUES["numbers"][:3],
+    "flags": VALUES["bool"][:3],
+}
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_samples_of_groups_of_all_types(tmp_path, layout, is_ragged):
+    stored = {name.partition(".")[0].partition("/")[0]: values for name, values in KEYED.items()}
+    kind = h5py.enum_dtype({"CAT": 0, "DOG": 2}, "i2")
+    for number in range(12):
+        for name, values in stored.items():
+            own = np.roll(values[: 1 + number % 3] if is_ragged else values, number)
+            make(tmp_path / "part.h5", name, own, layout)
+            with h5py.File(tmp_path / "a.h5", "a") as file, h5py.File(tmp_path / "part.h5") as part:
+                part.copy(name, file, f"s{number:02}/{name}")
+        with h5py.File(tmp_path / "a.h5", "a") as file:
+            group = file[f"s{number:02}"]
+            group.create_dataset("animal", data=number % 2 * 2, dtype=kind)
+            group["scalar"] = np.array(number / 4, ">f8")
+            group["code"], group["title"] = np.bytes_(f"n{number}"), f"title é {number}" * (number % 4)
+            h5py.Dataset(h5py.h5d.create(group.id, b"brain", bfloat16(), h5py.h5s.create_simple((2,))))[:] = number / 2
+    names = ["table/p4"] if is_ragged else list(KEYED)
+    fields = {name: f"*/{name}" for name in (*names, "animal", "scalar", "code", "title", "brain")}
+    for _ in range(2):  # the index is made, and then read
+        keyed = h5chunk.Keyed(tmp_path / "a.h5", fields)
+        found = {}
+        for number in (7, 2, 11):
+            values = list(keyed[number])
+            if is_ragged:
+                values[0], length = values[0][: values[1]], values.pop(1)
+                assert length == 1 + number % 3
+            found[number] = dict(zip(fields, values, strict=True))
+        with h5py.File(tmp_path / "a.h5") as file:
+            for number, sample in found.items():
+                for name in names:
+                    base, *members = name.replace(".", "/").split("/")
+                    expected = file[f"s{number:02}/{base}"][()]
+                    for member in members:
+                        expected = expected[member]
+                    expected = native(np.asarray(expected))
+                    assert sample[name].numpy().dtype == expected.dtype, name
+                    np.testing.assert_array_equal(sample[name].numpy(), expected, err_msg=name)
+                own = number % 2 * 2, number / 4, f"n{number}"
+                assert (sample["animal"], sample["scalar"], sample["code"]) == own
+                assert sample["title"] == f"title é {number}" * (number % 4)
+                assert sample["brain"].dtype == torch.bfloat16 and sample["brain"].tolist() == [number / 2] * 2
+    assert keyed.categories("animal").tolist() == ["CAT", "", "DOG"]
+    assert keyed.values("title")[3] == "title é 3" * 3
+    numbers = {name: path for name, path in fields.items() if name not in ("code", "title")}
+    with h5chunk.ChunkLoader(h5chunk.Keyed(tmp_path / "a.h5", numbers), 5, shuffle=False) as loader:
+        for batch, start in zip(loader, (0, 5, 10), strict=True):
+            assert batch[-1].float().tolist() == [[number / 2] * 2 for number in range(start, min(start + 5, 12))]
+
+
+def test_keyed_strings_and_tables_that_cannot_be_fields(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number in range(3):
+            file[f"s{number}/table"], file[f"s{number}/x"] = EVENTS[:4], number
+            file[f"s{number}/texts"], file[f"s{number}/text"] = ["a", "b"], "x" * 70000 if number == 2 else "x"
+            file[f"s{number}/codes"] = np.array([b"ab"] * (number + 2))
+    for name, problem in {
+        "table": "is a table with the columns pt, label, p4, z.*name them, such as",
+        "texts": "'texts' has strings of variable length.*or leave the field out",
+        "text": "string 2 has 70000 bytes, but the limit is 65536; or leave the field out",
+        "codes": "has strings, whose number differs between samples",
+    }.items():
+        with pytest.raises(FieldError, match=problem):
+            h5chunk.Keyed(tmp_path / "a.h5", ["*/x", f"*/{name}"])
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        file["s1/text"] = "x"
+    with pytest.raises(FieldError, match="has only strings: name at least one dataset of numbers, too"):
+        h5chunk.Keyed(tmp_path / "b.h5", "*/text")

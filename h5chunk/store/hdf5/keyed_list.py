@@ -51,7 +51,7 @@ from h5chunk.store.hdf5.open import descriptor_of, follow, opened
 from h5chunk.store.hdf5.patterns import fill
 from h5chunk.store.hdf5.ranges import held
 from h5chunk.store.hdf5.strings import POINTER, FileBytes, read_strings
-from h5chunk.store.hdf5.types import element_of, find_column, find_member, type_problem, type_text
+from h5chunk.store.hdf5.types import element_of, find_column, find_member, read_elements, type_problem, type_text
 
 PART_SAMPLES = 5_000  # samples per range; a child process lists a range in about a second
 PART_FILES = 500  # files per range
@@ -221,10 +221,7 @@ def _list_part(say: Say, part: Sequence[Keys], wanted: Wanted) -> KeyedIndex:
     keys, names = [key for each in part for key in each.keys], next(iter(fields.values())).names
     values |= {name: field.texts for name, field in fields.items() if field.is_text}
     if len(values) > len(wanted.attributes) + len(fields) - 1:
-        raise FieldError(
-            f"{names[0]} has only strings of variable length: name at least one dataset of numbers, too, or of strings "
-            "of fixed length"
-        )
+        raise FieldError(f"{names[0]} has only strings: name at least one dataset of numbers, too")
     try:
         columns = {name: column_of(name, own, wanted.attributes.get(name), names) for name, own in values.items()}
     except FieldError as error:
@@ -301,7 +298,8 @@ class _Lister:
             member = find_member(item.get_type(), inner)
             found = None if member is None else ("", member)
         else:
-            found = find_column(h5py.Group(item), self.guard, inner)
+            is_group = isinstance(item, h5py.h5g.GroupID)
+            found = find_column(h5py.Group(item), self.guard, inner) if is_group else None
         if found is None:
             return None
         field.path, field.member = found
@@ -328,8 +326,8 @@ class _FieldLister:
         self._kinds: list[tuple[Any, list[Any]]] = []  # creation properties, and description
         self._kinds_of: dict[tuple[int, ...], list[int]] = defaultdict(list)  # numbers of kinds, from 1, by chunk shape
         self._converted = 0  # number of the kind of contiguous samples whose elements must be converted
-        self.is_text, self.texts = False, list[bytes]()  # whether they are strings of variable length
-        self._pointers: list[bytes] = []  # of the strings in the file
+        self.is_text, self.texts = False, list[bytes]()  # whether each sample is one string, which the index has
+        self._pointers: dict[int, bytes] = {}  # by the number of the sample, of the strings in the heap of the file
         self._shapes: list[tuple[int, ...]] = []
         self._places: list[tuple[int, int, int]] = []  # kind, number of blocks, and size of the file
         self._blocks: list[tuple[int, int, int]] = []  # offset, size and filter mask
@@ -342,9 +340,9 @@ class _FieldLister:
         self._has_block = bool(file.userblock_size)
 
     def leave(self) -> None:
-        """Read the strings of variable length in the file."""
+        """Read the strings in the heap of the file."""
         if self._pointers:
-            pointers = np.frombuffer(b"".join(self._pointers), POINTER)
+            pointers = np.frombuffer(b"".join(self._pointers.values()), POINTER)
             name = f"{printable(self._guard.path)}: {self._name!r}"
             file = FileBytes(
                 self._file.id.get_vfd_handle(),
@@ -352,8 +350,10 @@ class _FieldLister:
                 lambda problem: FieldError(f"{name}: {problem}; or leave the field out"),
                 self._file.userblock_size,
             )
-            self.texts += read_strings(file, pointers, MAX_TEXT_BYTES).tolist()
-            self._pointers = []
+            strings = read_strings(file, pointers, MAX_TEXT_BYTES).tolist()
+            for number, text in zip(self._pointers, strings, strict=True):
+                self.texts[number] = text
+            self._pointers = {}
 
     def add(self, dataset: Any, where: str) -> None:
         """Add the next sample."""
@@ -361,13 +361,13 @@ class _FieldLister:
         if self._first is None:
             self._describe(dataset, where)
         kind, first = self._first or (None, ())
-        if dataset.get_type() != kind or len(shape) != len(first) or shape[1:] != first[1:]:
+        if self.is_text and isinstance(dataset.get_type(), h5py.h5t.TypeStringID) and shape in ((), (1,)):
+            self._add_text(dataset, where)
+            return
+        if self.is_text or dataset.get_type() != kind or len(shape) != len(first) or shape[1:] != first[1:]:
             self._check(dataset, where)
             raise differs(where, self._name, (shape, type_text(dataset.get_type())), (first, type_text(kind)))
         self.names.append(where)
-        if self.is_text:
-            self._pointers.append(self._pointer(dataset, where))
-            return
         self._shapes.append((*shape, *self._element.shape))
         number, blocks = self._stored(dataset, shape, where)
         self._blocks += blocks
@@ -376,9 +376,7 @@ class _FieldLister:
     def _describe(self, dataset: Any, where: str) -> None:
         """Note the type and shape of the first sample. Raises FieldError if it cannot be a field."""
         kind, item = dataset.get_type(), h5py.Dataset(dataset)
-        self.is_text = (
-            isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str() and dataset.shape in ((), (1,))
-        )
+        self.is_text = isinstance(kind, h5py.h5t.TypeStringID) and dataset.shape in ((), (1,)) and not self.member
         self._check(dataset, where)
         if not self.is_text:
             try:
@@ -391,18 +389,26 @@ class _FieldLister:
         self._type = "" if self.is_text or self._element.is_plain else base64.b85encode(kind.encode()).decode()
         self._first = kind.copy(), dataset.shape
 
-    def _pointer(self, dataset: Any, where: str) -> bytes:
-        """Return the pointer to a string of variable length, as it is stored."""
-        offset = dataset.get_offset()
+    def _add_text(self, dataset: Any, where: str) -> None:
+        """Add a sample that is one string."""
+        self.names.append(where)
+        self.texts.append(b"")
         if not dataset.get_storage_size():
-            return bytes(POINTER.itemsize)
+            return
+        kind = dataset.get_type()
+        if not kind.is_variable_str():
+            self._check(dataset, where)
+            values = read_elements(h5py.Dataset(dataset), element_of(kind, where))
+            self.texts[-1] = bytes(values[0])
+            return
+        offset = dataset.get_offset()
         if offset is None or self._file.id.get_create_plist().get_sizes()[0] != 8:
             problem = type_problem(h5py.Dataset(dataset).dtype)
             raise FieldError(f"{where}: {self._name!r} {problem}; or leave the field out")
         pointer = os.pread(self._file.id.get_vfd_handle(), POINTER.itemsize, offset)
         if len(pointer) < POINTER.itemsize:
             raise FileError(f"{where} is damaged: {self._name!r} extends beyond the end of the file")
-        return pointer
+        self._pointers[len(self.texts) - 1] = pointer
 
     def index(self) -> FieldIndex:
         """Return the index of all samples that were added."""
