@@ -345,7 +345,7 @@ class _FieldLister:
             pointers = np.frombuffer(b"".join(self._pointers.values()), POINTER)
             name = f"{printable(self._guard.path)}: {self._name!r}"
             file = FileBytes(
-                self._file.id.get_vfd_handle(),
+                descriptor_of(self._file),
                 self._file_bytes,
                 lambda problem: FieldError(f"{name}: {problem}; or leave the field out"),
                 self._file.userblock_size,
@@ -405,8 +405,10 @@ class _FieldLister:
         if offset is None or self._file.id.get_create_plist().get_sizes()[0] != 8:
             problem = type_problem(h5py.Dataset(dataset).dtype)
             raise FieldError(f"{where}: {self._name!r} {problem}; or leave the field out")
-        pointer = os.pread(self._file.id.get_vfd_handle(), POINTER.itemsize, offset)
-        if len(pointer) < POINTER.itemsize:
+        descriptor, size = descriptor_of(self._file), POINTER.itemsize
+        with held(descriptor, np.array([offset]), np.array([size])):
+            pointer = os.pread(descriptor, size, offset)
+        if len(pointer) < size:
             raise FileError(f"{where} is damaged: {self._name!r} extends beyond the end of the file")
         self._pointers[len(self.texts) - 1] = pointer
 

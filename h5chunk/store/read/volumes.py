@@ -84,6 +84,7 @@ class VolumeFiles:
 
     def __init__(self, readers: Sequence[Source], sums: Sequence[Sums]) -> None:
         self.readers, self._sums = tuple(readers), tuple(sums)
+        self.file_list = [file for reader in readers for file in reader.file_list]
 
     def arrays(self, opening: Any, fields: Collection[VolumeField]) -> dict[str, Arrays]:
         """Describe the volumes of each field. ``opening`` is a `h5chunk.store.read.field_readers.Opening`."""
