@@ -28,8 +28,7 @@ from h5chunk.plan.permutation import Indices
 
 OLDEST_FIRST = 0.0  # the w0 that keeps all chunks of a round of windows until the round ends
 FINISHED_FIRST = 0.75  # the w0 that keeps a chunk that two batches share while other chunks are read
-CALL_BYTES = 48 << 10  # bytes that HDF5 can copy in the time of one call; scripts/sweep_reads.py measures it
-DIRECT_BYTES = 32 << 10  # samples of at least this size bypass the cache; scripts/sweep_reads.py measures it
+DIRECT_BYTES = 32 << 10  # samples of at least this size bypass the cache (measured: scripts/LOG.md)
 MAX_SLOTS = 1 << 20  # limit on slots, of 8 bytes each: beyond it, collisions cost less than the memory of more slots
 
 

@@ -322,9 +322,8 @@ def test_workers_share_the_cache(path, monkeypatch):
     assert told_caches(path, 3) == dict.fromkeys(range(3), 6 * chunk_bytes)
 
 
-def test_a_number_of_workers_that_does_not_divide_is_told(path, monkeypatch):
-    through_hdf5(monkeypatch)
-    dataset = ChunkDataset(path)
+def test_a_number_of_workers_that_does_not_divide_is_told(tmp_path, monkeypatch):
+    dataset = ChunkDataset(make_images(tmp_path / "b.h5", 80, 4, (60,), compression="gzip"))
     ChunkSampler(dataset, 4, window_chunks=2, interleave=6)
     as_worker(monkeypatch, 0, 4)
     told = r"num_workers is 4, which does not divide the sampler's interleave of 6, so 2 workers .*interleave=8"
