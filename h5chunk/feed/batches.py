@@ -242,7 +242,7 @@ class BatchMaker:
 
     def num_gathered(self, batch_size: int) -> int:
         """Return the number of batches to gather and convert in one call, so that a call has enough work."""
-        return self._pipelines[0].num_together(batch_size, keep=False, group=MORE_BYTES)
+        return min(own.num_together(batch_size, keep=False, group=MORE_BYTES) for own in self._pipelines)
 
     def finish(self, batch: Tensors) -> tuple[Any, ...]:
         """Move a batch to its device, and apply the transforms that are not part of the conversion."""

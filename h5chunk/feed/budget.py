@@ -111,7 +111,7 @@ def make_source(
     """
     h5reader, numbered = dataset.new_reader(), dataset.numbered_fields
     counts, lanes = _counts(dataset, h5reader.num_samples, order), order.lanes // order.world_size
-    if isinstance(h5reader.ragged, ImagesField):
+    if any(isinstance(field, ImagesField) for field in h5reader.fields.values()):
         device = torch.device("cpu")  # images are decoded from windows on the host
     layouts = {
         name: layout_of_numbers(dataset.field(name)) if name in numbered else _layout(h5reader, name, counts, lanes)
@@ -267,9 +267,8 @@ class MemoryBudget:
         source = self._source
         total = sum(field.num_bytes for field in source.fields.values() if is_small_field(field))
         total += scratch_bytes(source.fields.values(), source.num_threads)
-        if source.reader.ragged is not None:
-            copies = 2 if len(source.reader.readers) > 1 else 1  # also the cache of each file
-            total += source.reader.indptr.nbytes * copies
+        copies = 2 if len(source.reader.readers) > 1 else 1  # also the cache of each file
+        total += source.reader.indptr_bytes * copies
         if source.reader.checksums != OFF:
             total += source.num_threads * PIECE_BYTES
         return total

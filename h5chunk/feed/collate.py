@@ -11,7 +11,7 @@ Therefore a sampler tags each batch of indices with a key of the subset, and a d
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -34,7 +34,7 @@ class Sample(tuple[Any, ...]):
 class Batch(list[Any]):
     """A batch as a list of samples. It is stored by field: (batch_size, ...) tensors, or lists of str.
 
-    ``packed`` is the index of the field that `Pack` made, in which samples are concatenated; the next field then holds
+    ``packed`` has the indices of the fields that `Pack` made, in which samples are concatenated; each next field has
     their offsets.
 
     A ``collate_fn`` may use it as any list. The samples are made when they are first needed, because most batches are
@@ -42,7 +42,7 @@ class Batch(list[Any]):
     """
 
     def __init__(
-        self, fields: tuple[Any, ...] | list[Any], num_samples: int | None = None, packed: int | None = None
+        self, fields: tuple[Any, ...] | list[Any], num_samples: int | None = None, packed: Collection[int] = ()
     ) -> None:
         super().__init__()
         self.fields: Any = fields
@@ -64,13 +64,16 @@ class Batch(list[Any]):
         return self._sample(range(self._num_samples)[index]) if self._num_samples else Sample()
 
     def _sample(self, number: int) -> Sample:
-        fields = self.fields
-        if self._packed is None:
-            return Sample(field[number] for field in fields)
-        first, (start, stop) = self._packed, fields[self._packed + 1][number : number + 2].tolist()
-        own = fields[first][start:stop], torch.tensor(stop - start)
-        others = [field[number] for field in (*fields[:first], *fields[first + 2 :])]
-        return Sample([*others[:first], *own, *others[first:]])
+        if not self._packed:
+            return Sample(field[number] for field in self.fields)
+        values: list[Any] = []
+        for at, field in enumerate(self.fields):
+            if at in self._packed:
+                start, stop = self.fields[at + 1][number : number + 2].tolist()
+                values += [field[start:stop], torch.tensor(stop - start)]
+            elif at - 1 not in self._packed:
+                values.append(field[number])
+        return Sample(values)
 
     def __radd__(self, before: list[Any]) -> list[Any]:
         return before + list(self)
@@ -105,7 +108,8 @@ class Batch(list[Any]):
                 f"the images of a batch differ in size ({one}, {other}): pass ChunkDataset a transform that makes them "
                 "equal in size, such as transform=[RandomResizedCrop(224)] or [Resize(256), CenterCrop(224)]"
             )
-        return Batch(tuple(torch.stack(field) if is_image else field for field, is_image in pairs), len(self))
+        fields = tuple(torch.stack(field) if is_image else field for field, is_image in pairs)
+        return Batch(fields, len(self), self._packed)
 
 
 def _of_list(name: str, *, changes: bool) -> Callable[..., Any]:

@@ -76,7 +76,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         as ``{"x": "train_x.h5", "y": "train_y.h5"}``, or to sets of files: ``{"x": "images/*.h5", "y": "labels.h5"}``.
         Sample i has row i of each of them, unless ``key`` is given.
     fields : sequence or mapping of str, optional
-        Datasets to read, in this order, or the group of a CSR matrix, which comes first; a mapping gives them names.
+        Datasets to read, in this order, or the groups of CSR matrices; a mapping gives them names.
         Default: ``images``, or the matrix ``X``, and ``labels`` if they exist. ``sample_number`` is the number of each
         sample in this data set, (n,) int64, which indexes `source_names`, `row_ids` and `values`:
         ``dataset.source_names[numbers]``. (Write ``/sample_number`` for a dataset with that name.) The field
@@ -85,8 +85,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     offsets, lengths : mapping of str, optional
         For a field whose samples differ in length, and are stored one after another along the first axis: a dataset
         with the offsets of the samples, (n + 1,), from 0 to the number of rows, or with their lengths, (n,). An example
-        is ``offsets={"tokens": "starts"}``. Batches have two tensors for such a field: see `h5chunk.transforms.Pad`
-        (the default) and `h5chunk.transforms.Pack`.
+        is ``offsets={"tokens": "starts"}``; with ``{"tokens": "starts", "tags": "starts"}``, two fields have the same
+        offsets. Batches have two tensors for each such field: see `h5chunk.transforms.Pad` (the default) and
+        `h5chunk.transforms.Pack`.
     sample_axis : int or mapping of str to int, optional
         The axis along which samples are, of all datasets in ``fields``, or by field name. The default is 0, the first
         one. Files of MATLAB often need -1, the last axis: sample i of a dataset of shape (C, H, W, N) then has the
@@ -177,8 +178,6 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         self._names = tuple(dict.fromkeys((*_with_columns(named or (), found), *found)))
         for name in self._names:
             torch_dtype(self.field(name).dtype, name)
-            if name != self._names[0] and self.field(name).scale is not None:
-                raise OptionError(f"field {name!r} is a matrix, but not the first field: name it first")
         self._transforms = self._compiled(transform)
         self._samples: np.ndarray | None = None  # numbers in the file, for a subset
         self._order: Order | None = None  # set by a sampler
@@ -288,8 +287,18 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def sample_lengths(self) -> np.ndarray:
-        """The length of each sample along its first axis, (n,) int64, for a field whose samples differ in length."""
+        """The length of each sample along its first axis, (n,) int64, for a field whose samples differ in length.
+
+        If there are several such fields, these are the lengths in the first one (`lengths_field`), by which batches are
+        limited and sorted, too: see `ChunkSampler`.
+        """
         return self._reader.sample_lengths[self.samples]
+
+    @property
+    def lengths_field(self) -> str | None:
+        """The name of the first field whose samples are arrays that differ in length; None if there is none."""
+        field = self._reader.lengths_field
+        return None if field is None else field.name
 
     @property
     def samples(self) -> np.ndarray:

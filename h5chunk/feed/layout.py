@@ -131,22 +131,22 @@ def ragged_layout(reader: Source, field: RaggedField, counts: np.ndarray | None 
     is used once, chunk by chunk, in ``lanes`` lanes per rank. Raise `FieldError` if torch does not support the dtype of
     the matrix, and `FileError` if the matrix is damaged.
     """
-    where = f"{printable(reader.path)}: {field.name!r}"
-    if counts is None:
-        max_entries = entries_of_chunks(fullest_chunks(reader.indptr, field.chunk_samples), field.chunk_samples, lanes)
+    where, indptr = f"{printable(reader.path)}: {field.name!r}", reader.indptr_of(field.name)
+    if counts is None:  # the order's chunks are those of the main field
+        max_entries = entries_of_chunks(fullest_chunks(indptr, reader.chunk_samples), reader.chunk_samples, lanes)
     else:
-        max_entries = entries_of_rows(np.diff(reader.indptr), counts)
+        max_entries = entries_of_rows(np.diff(indptr), counts)
     if isinstance(field, SeriesField):
         values = torch_dtype(field.dtype, field.name)
         assert values is not None
-        return MatrixLayout(reader.indptr, 0, values, None, where, False, max_entries)
+        return MatrixLayout(indptr, 0, values, None, where, False, max_entries)
     if not isinstance(field, MatrixField):
-        return MatrixLayout(reader.indptr, BYTES, torch.uint8, None, where, False, max_entries)
+        return MatrixLayout(indptr, BYTES, torch.uint8, None, where, False, max_entries)
     values = None if field.value_dtype is None else torch_dtype(field.value_dtype, field.name)
     columns = torch_dtype(field.index_dtype, field.name)
     assert columns is not None
     may_repeat = reader.header is None or reader.header.kind != CSR
-    return MatrixLayout(reader.indptr, field.num_columns, columns, values, where, may_repeat, max_entries)
+    return MatrixLayout(indptr, field.num_columns, columns, values, where, may_repeat, max_entries)
 
 
 def torch_dtype(dtype: np.dtype, name: str) -> torch.dtype | None:

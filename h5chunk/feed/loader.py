@@ -189,11 +189,12 @@ class ChunkLoader(Resumable):
         if dataset.epoch_samples and resident:
             raise OptionError("resident is True, but each epoch has different samples: leave resident out")
         reuse = reuse and target.type == "cpu"
+        by_field = transforms_by_field(transforms, {name: dataset.field(name) for name in dataset.fields})
         if sampler is None:
             if batch_size is None and batch_elements is None:
                 raise OptionError("batch_size is missing: pass batch_size, batch_elements or sampler")
             own = copy(dataset)  # so that the cache settings of the user's data set do not change
-            padded = batch_elements is None or not packs(transforms)
+            padded = batch_elements is None or not packs(by_field.get(dataset.lengths_field or "", ()))
             order_options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "padded": padded}
             sampler = ChunkSampler(own, batch_size, batch_elements=batch_elements, **order_options)
         else:
@@ -206,13 +207,12 @@ class ChunkLoader(Resumable):
         self._source = make_source(
             dataset, order, reader=reader, device=target, num_threads=num_threads, timeout_s=timeout or None
         )
-        by_field = transforms_by_field(transforms, {name: dataset.field(name) for name in dataset.fields})
         self._pipelines = [FieldPipeline(by_field[name], dataset.field(name), reuse=reuse) for name in dataset.fields]
         converters = [pipeline.converter for pipeline in self._pipelines]
-        for converter in converters:
+        for name, converter in zip(dataset.fields, converters, strict=True):
             if isinstance(converter, AnySizeConverter):
-                named = partial(name_of_sample, self._source.reader)
-                converter.attach(self._source.reader.image_sizes, named, self._source.num_threads)
+                named, sizes = partial(name_of_sample, self._source.reader), self._source.reader.image_sizes_of(name)
+                converter.attach(sizes, named, self._source.num_threads)
             if isinstance(converter, (AugmentConverter, RowConverter)):
                 converter.threads.limit = num_threads
             converter.prepare(target if isinstance(converter, AnySizeConverter) else self._source.device)

@@ -5,6 +5,7 @@ Decoded chunks are kept for later batches, in as much memory as HDF5's chunk cac
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
@@ -127,13 +128,17 @@ def _apply_to_sample(transform: Callable[[Any], Any], field: Field | RaggedField
 
 
 class Loaded(NamedTuple):
-    """The samples of a field before memory is allocated: the shapes of the tensors, and a function that fills them."""
+    """The samples of a field before memory is allocated: the shapes of the tensors, and a function that fills them.
+
+    If there are ``num_columns``, three tensors are the parts of one CSR tensor.
+    """
 
     shapes: list[ArrayShape]
     fill: Callable[[Tensors], None]
+    num_columns: int | None = None
 
 
-def _loaded(*parts: torch.Tensor) -> Loaded:
+def _loaded(*parts: torch.Tensor, num_columns: int | None = None) -> Loaded:
     """Wrap samples that have already been read, and only have to be copied.
 
     NumPy copies them, because torch would start threads that wait for each other on busy cores.
@@ -143,7 +148,7 @@ def _loaded(*parts: torch.Tensor) -> Loaded:
         for part, tensor in zip(parts, tensors, strict=True):
             np.copyto(as_array(tensor), as_array(part))
 
-    return Loaded([(tuple(part.shape), part.dtype) for part in parts], fill)
+    return Loaded([(tuple(part.shape), part.dtype) for part in parts], fill, num_columns)
 
 
 def _scatter(entries: Entries, tensors: Tensors) -> None:
@@ -155,11 +160,24 @@ def _augmented(convert: AugmentConverter, images: torch.Tensor, draws: Draws) ->
     return Loaded([(convert.shape(len(images)), convert.dtype)], lambda out: convert.fill(images, draws, out[0]))
 
 
-def _csr_first(num_columns: int, num_outputs: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Combine the first tensors, three at a time, into CSR tensors. This may run in the receiving process."""
-    left = iter(tensors)
-    parts = [(next(left), next(left), next(left)) for _ in range(num_outputs)]
-    return *(make_csr(*part, (part[0].shape[0] - 1, num_columns)) for part in parts), *left
+@functools.cache
+def _assemble(columns: tuple[int | None, ...]) -> Assemble | None:
+    """Return the function that makes the fields of a batch, given their `Loaded.num_columns`; None if nothing does.
+
+    It is always the same one for the same fields, so that it is sent to another process only once.
+    """
+    return partial(_with_csr, columns) if any(each is not None for each in columns) else None
+
+
+def _with_csr(columns: tuple[int | None, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Combine three tensors into a CSR tensor where there are columns. This may run in the receiving process."""
+    left, fields = iter(tensors), list[torch.Tensor]()
+    for num_columns in columns:
+        first = next(left)
+        if num_columns is not None:
+            first = make_csr(first, next(left), next(left), (first.shape[0] - 1, num_columns))
+        fields.append(first)
+    return tuple(fields)
 
 
 class SampleReader:
@@ -168,10 +186,6 @@ class SampleReader:
     def __init__(self, reader: Source, converters: Mapping[str, Converter], order: Order | None) -> None:
         self._reader, self._converters, self._order = reader, converters, order
         self._memory, self._shared = BatchMemory(KEPT * len(converters)), SharedMemory()
-        self._assemble: Assemble | None = None  # builds the fields of a batch from its tensors; None if equal
-        convert = converters.get(next(iter(reader.fields)))
-        if isinstance(convert, RowConverter) and convert.makes_csr:
-            self._assemble = partial(_csr_first, convert.num_columns, convert.num_outputs)
         self._name_of = partial(name_of_sample, reader)
         self._opened: _OpenFields | None = None
         self._cache: tuple[int, CacheSettings] | None = None  # number of workers, and the settings for that number
@@ -184,18 +198,21 @@ class SampleReader:
         ``numbered`` has the values of fields that are not in the file. With ``shared``, the batch is put into memory
         that is shared with the main process of a DataLoader. ``ordered`` is true if a sampler drew the samples.
         """
-        loaded = [each for name in names for each in self._load(name, draws, numbered.get(name), ordered)]
-        found = (self._converters.get(name) for name in names)
-        packs = [isinstance(convert, RaggedConverter) and convert.packs for convert in found]
-        packed = packs.index(True) if any(packs) else None
+        loaded: list[Loaded | list[Any]] = []
+        packed: list[int] = []
+        for name in names:
+            convert = self._converters.get(name)
+            packed += [len(loaded)] if isinstance(convert, RaggedConverter) and convert.packs else []
+            loaded += self._load(name, draws, numbered.get(name), ordered)
         numbers = [each for each in loaded if isinstance(each, Loaded)]
         shapes = [shape for each in numbers for shape in each.shapes]
+        assemble = _assemble(tuple(each.num_columns for each in numbers))
         if shared:
-            fields: tuple[torch.Tensor, ...] = (sent := self._shared.empty(shapes, self._assemble))
+            fields: tuple[torch.Tensor, ...] = (sent := self._shared.empty(shapes, assemble))
             tensors = sent.tensors
         else:
             tensors = tuple(self._memory.empty(*shape) for shape in shapes)
-            fields = tensors if self._assemble is None else self._assemble(tensors)
+            fields = tensors if assemble is None else assemble(tensors)
         left = iter(tensors)
         for each in numbers:
             each.fill(tuple(islice(left, len(each.shapes))))
@@ -219,7 +236,7 @@ class SampleReader:
         if isinstance(convert, RowConverter):
             return self._load_matrix(field, draws, convert, ordered)
         if isinstance(convert, RaggedConverter):
-            return [_loaded(part) for part in convert(self._read_entries(rows), True, draws)]
+            return [_loaded(part) for part in convert(self._read_entries(name, rows), True, draws)]
         if isinstance(field, ImagesField):
             return [self._load_any_size(field, draws, convert)]
         shape = (len(rows), *field.sample_shape)
@@ -238,7 +255,7 @@ class SampleReader:
 
     def _load_any_size(self, field: ImagesField, draws: Draws, convert: Any) -> Loaded | list[torch.Tensor]:
         """Load and decode images of any size, as one tensor if they are augmented, otherwise as a list."""
-        rows, sizes = self._read_entries(draws.numbers), self._reader.image_sizes
+        rows, sizes = self._read_entries(field.name, draws.numbers), self._reader.image_sizes_of(field.name)
         if isinstance(convert, AnySizeConverter):
             convert.attach(sizes, self._name_of, 1 if get_worker_info() else None)
             return _loaded(convert(rows, True, draws))
@@ -248,19 +265,20 @@ class SampleReader:
         self, field: Field | RaggedField, draws: Draws, convert: RowConverter, ordered: bool
     ) -> list[Loaded]:
         rows = draws.numbers
-        if self._reader.matrix is None:
+        if isinstance(field, Field):
             stored = np.empty((len(rows), *field.sample_shape), field.dtype)
             self._read(field.name, rows, stored)
             converted = convert(torch.from_numpy(stored), True, draws)
             return [_loaded(part) for part in (converted if isinstance(converted, tuple) else (converted,))]
-        shape, entries = (len(rows), convert.num_columns), self._entries(rows, ordered)
+        shape, entries = (len(rows), convert.num_columns), self._entries(field.name, rows, ordered)
         if (copied := convert.copied(entries)) is not None:
-            return [Loaded(*copied)]
+            return [Loaded(*copied, convert.num_columns)]
         if convert.hold_out is None and not convert.makes_csr:
             return [Loaded([(shape, convert.dtype)], lambda tensors: convert.make_dense(entries, tensors[0]))]
         parts = convert.parted(entries, draws)
         if convert.makes_csr:
-            return [_loaded(part.starts, part.columns, part.values) for part in parts]
+            columns = convert.num_columns
+            return [_loaded(part.starts, part.columns, part.values, num_columns=columns) for part in parts]
         return [Loaded([(shape, convert.dtype)], partial(_scatter, part)) for part in parts]
 
     def _read(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
@@ -273,19 +291,18 @@ class SampleReader:
         else:
             opened.read(name, rows, out.reshape(len(rows), -1).view(np.uint8))
 
-    def _entries(self, rows: np.ndarray, ordered: bool) -> CsrRows:
-        """Return rows of a sparse matrix, which are valid until the next call."""
-        kept = self._open().kept_rows(self._order) if ordered and self._order is not None and len(rows) else None
-        return self._read_entries(rows) if kept is None else kept.take(np.ascontiguousarray(rows))
+    def _entries(self, name: str, rows: np.ndarray, ordered: bool) -> CsrRows:
+        """Return rows of a sparse matrix, which are valid until the next call for the same matrix."""
+        kept = self._open().kept_rows(name, self._order) if ordered and self._order is not None and len(rows) else None
+        return self._read_entries(name, rows) if kept is None else kept.take(np.ascontiguousarray(rows))
 
-    def _read_entries(self, rows: np.ndarray) -> CsrRows:
-        opened, matrix = self._open(), self._reader.ragged
-        assert matrix is not None and opened.layout is not None
-        window = CsrWindow(opened.layout, rows)
+    def _read_entries(self, name: str, rows: np.ndarray) -> CsrRows:
+        opened = self._open()
+        window = CsrWindow(opened.layouts[name], rows)
         arrays = [torch.empty(shape, dtype=dtype) for shape, dtype in window.shapes]
         room = window.destination(arrays)
         if len(rows):
-            opened.read(matrix.name, rows, room)
+            opened.read(name, rows, room)
         window.check()
         return window.samples(arrays)
 
@@ -348,7 +365,7 @@ class _OpenFields:
 
     def __init__(self, reader: Source, cache: CacheSettings) -> None:
         self.process, self._reader = os.getpid(), reader
-        self.layout = None if reader.ragged is None else ragged_layout(reader, reader.ragged)
+        self.layouts = {name: ragged_layout(reader, field) for name, field in reader.ragged_fields.items()}
         self.fields = field_readers(reader)[0]
         self._cache = DiskCache(reader, self.fields)
         self.files = OpenFiles(reader)
@@ -359,26 +376,27 @@ class _OpenFields:
         self.whole = read_small_fields(rows, stored, self.files, check, SMALL_FIELD_BYTES)
         for field in self.fields.values():
             field.cache.limit_bytes = max(field.cache.limit_bytes, self._kept_bytes(cache))
-        self._kept: dict[int, KeptRows | None] = {}  # by the thread that uses them
+        self._kept: dict[str, tuple[int, KeptRows | None]] = {}  # by matrix, with the thread that uses them
 
-    def kept_rows(self, order: Order) -> KeptRows | None:
-        """Return the rows of the matrix that are kept for this order, or None if its chunks need too much memory.
+    def kept_rows(self, name: str, order: Order) -> KeptRows | None:
+        """Return the rows of a matrix that are kept for this order, or None if its chunks need too much memory.
 
         Only the first thread that calls this gets them, because another thread could free rows that are being copied.
         """
         thread = threading.get_ident()
-        if not self._kept:
-            self._kept[thread] = self._keep(order)
-        return self._kept.get(thread)
+        if name not in self._kept:
+            self._kept[name] = thread, self._keep(name, order)
+        owner, kept = self._kept[name]
+        return kept if owner == thread else None
 
-    def _keep(self, order: Order) -> KeptRows | None:
-        matrix, worker = self._reader.ragged, get_worker_info()
-        if matrix is None or self.layout is None or not self.fields[matrix.name].is_raw:
+    def _keep(self, name: str, order: Order) -> KeptRows | None:
+        layout, worker = self.layouts[name], get_worker_info()
+        if not self.fields[name].is_raw:
             return None
-        num_chunks = num_kept_chunks(self._reader, self.layout, order, 1 if worker is None else worker.num_workers)
+        num_chunks = num_kept_chunks(self._reader, layout, order, 1 if worker is None else worker.num_workers)
         if num_chunks:
             with suppress(OSError):  # some machines refuse to reserve so much memory
-                return KeptRows(self._reader, self.layout, num_chunks, partial(self.read, matrix.name))
+                return KeptRows(self._reader, layout, num_chunks, partial(self.read, name))
         return None
 
     def close(self) -> None:

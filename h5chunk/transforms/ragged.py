@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,10 +52,9 @@ class Pack(_Lengths):
 LENGTH_TRANSFORMS = (Pad, Pack)
 
 
-def packs(transforms: Any) -> bool:
-    """Return whether transforms, given as a list or as lists by field, contain `Pack`."""
-    lists = transforms.values() if isinstance(transforms, Mapping) else [transforms or ()]
-    return any(isinstance(each, Pack) for part in lists for each in part)
+def packs(transforms: Sequence[Any]) -> bool:
+    """Return whether the transforms of a field contain `Pack`."""
+    return any(isinstance(each, Pack) for each in transforms)
 
 
 class RaggedConverter:

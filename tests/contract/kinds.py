@@ -334,16 +334,17 @@ class AnnData(Matrix):
 
     empty: Mapping[str, Empty] = {**Matrix.empty, **FOREIGN}
     layout: Mapping[str, Any] = {}
+    group = "X"
 
     def fill(self, file: h5py.File, random: np.random.Generator) -> None:
-        matrix, group = self.make(int(random.integers(1 << 30))), file.create_group("X")
+        matrix, group = self.make(int(random.integers(1 << 30))), file.create_group(self.group)
         group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": matrix.shape})
         for name in ("data", "indices", "indptr"):
             group.create_dataset(name, data=getattr(matrix, name), **self.layout)
 
     def read(self, file: h5py.File) -> list[Sample]:
-        parts = tuple(file[f"X/{name}"][()] for name in ("data", "indices", "indptr"))
-        return [(row,) for row in scipy.sparse.csr_matrix(parts, file["X"].attrs["shape"]).toarray()]
+        parts = tuple(file[f"{self.group}/{name}"][()] for name in ("data", "indices", "indptr"))
+        return [(row,) for row in scipy.sparse.csr_matrix(parts, file[self.group].attrs["shape"]).toarray()]
 
 
 class Ragged(Kind):
@@ -366,20 +367,66 @@ class Ragged(Kind):
         return [(rows[starts[i] : starts[i + 1]], file["labels"][i]) for i in range(N)]
 
 
+class TwoRagged(Ragged):
+    """Two datasets of runs of rows, which have the same offsets, or offsets and lengths of their own."""
+
+    fields = ("tags", "labels", "tokens")
+    sizes = ("tags", "tokens")
+    options: Mapping[str, Any] = {"offsets": {"tokens": "starts", "tags": "starts"}}
+
+    def fill(self, file: h5py.File, random: np.random.Generator) -> None:
+        super().fill(file, random)
+        lengths = LENGTHS if "lengths" not in self.options else LENGTHS[::-1] + 1
+        file.create_dataset("tags", data=random.normal(size=lengths.sum()).astype(">f4"), **self.layout)
+        file["tag_lengths"] = lengths
+
+    def read(self, file: h5py.File) -> list[Sample]:
+        ends = np.cumsum(file["tag_lengths"])
+        tags = np.split(file["tags"][()], ends[:-1])
+        return [(own, label, tokens) for own, (tokens, label) in zip(tags, super().read(file), strict=True)]
+
+
+class Multimodal(Matrix):
+    """Two sparse matrices beside a field that differs in length, and a label that comes first."""
+
+    fields = ("labels", "X", "tokens", "layers/counts")
+    sizes = ("tokens",)
+    single = "labels"
+    options: Mapping[str, Any] = {"lengths": {"tokens": "lengths"}}
+    empty: Mapping[str, Empty] = {**FOREIGN, **NO_STATISTICS}
+
+    def fill(self, file: h5py.File, random: np.random.Generator) -> None:
+        for name in ("X", "layers/counts"):
+            AnnData("", group=name).fill(file, random)
+        file["tokens"], file["lengths"] = random.integers(0, 99, LENGTHS.sum()), LENGTHS
+        file["labels"] = random.permutation(N)
+
+    def read(self, file: h5py.File) -> list[Sample]:
+        tokens = np.split(file["tokens"][()], np.cumsum(LENGTHS)[:-1])
+        rows, counts = (AnnData("", group=name).read(file) for name in ("X", "layers/counts"))
+        return [(file["labels"][i], *rows[i], tokens[i], *counts[i]) for i in range(N)]
+
+
 class VariableLength(Kind):
     """Elements of variable length."""
 
     fields = ("tokens", "labels")
     sizes = ("tokens",)
     numbers = "tokens"
+    dtype: Any = np.float32
     layout: Mapping[str, Any] = {}
     empty: Mapping[str, Empty] = {**FOREIGN, "transform": OF_BATCHES, **NO_STATISTICS}
 
     def fill(self, file: h5py.File, random: np.random.Generator) -> None:
-        rows = file.create_dataset("tokens", (N,), h5py.vlen_dtype(np.float32), **self.layout)
-        for number, length in enumerate(LENGTHS):
-            rows[number] = random.normal(size=length)
-        file["labels"] = random.permutation(N)
+        rows = file.create_dataset("tokens", (N,), h5py.vlen_dtype(self.dtype), **self.layout)
+        values = random.normal(size=LENGTHS.sum()).astype(np.float32)
+        for number, own in enumerate(np.split(values, np.cumsum(LENGTHS)[:-1])):
+            rows[number] = own
+        file["values"], file["labels"] = values, random.permutation(N)
+
+    def read(self, file: h5py.File) -> list[Sample]:
+        # h5py 3.16 does not swap the bytes of big-endian elements that it reads
+        return [*zip(np.split(file["values"][()], np.cumsum(LENGTHS)[:-1]), file["labels"][()], strict=True)]
 
 
 class EachDataset(Kind):
@@ -402,6 +449,8 @@ class EachDataset(Kind):
             rows = random.normal(size=(length + 1 if self.sizes else 6, 3)).astype(np.float32)
             own = {"fillvalue": 2} if self.has_unwritten and number % 3 == 1 else {"data": rows, **self.layout}
             group.create_dataset("data", rows.shape, rows.dtype, **own)
+            if "marks" in self.fields:
+                group["marks"] = random.integers(0, 99, LENGTHS[-1 - number])
             group.attrs["label"] = int(random.integers(1 << 20))
 
     def open(self, paths: Sequence[Any], *, numbered: bool = False, **options: Any) -> Any:
@@ -409,7 +458,9 @@ class EachDataset(Kind):
         return h5chunk.Keyed(paths, fields, attributes=["label"], **options)
 
     def read(self, file: h5py.File) -> list[Sample]:
-        return [(each["data"][()], each.attrs["label"]) for _, each in sorted(file["traces"].items())]
+        names = [path.removeprefix("traces/*/") for path in dict(self.fields).values()]
+        groups = [group for _, group in sorted(file["traces"].items())]
+        return [(*(group[name][()] for name in names), group.attrs["label"]) for group in groups]
 
 
 class Episodes(Kind):
@@ -569,12 +620,27 @@ KINDS: list[Kind] = [
     Ragged("ragged by lengths", options=BY_LENGTHS),
     Ragged("ragged, pieces", options=BY_LENGTHS, layout={"chunks": (1, 1)}),
     Ragged("ragged, gzip", options=BY_LENGTHS, layout={"chunks": (5, 2), "compression": "gzip"}, is_coded=True),
+    TwoRagged("ragged, two fields"),
+    TwoRagged(
+        "ragged, two fields, own lengths",
+        options={"offsets": {"tokens": "starts"}, "lengths": {"tags": "tag_lengths"}},
+        layout={"chunks": True, "compression": "gzip"},
+        is_coded=True,
+    ),
+    Multimodal("matrices and ragged"),
     VariableLength("variable length"),
+    VariableLength("variable length, big-endian", dtype=">f4"),
     VariableLength("variable length, chunked", layout={"chunks": (4,)}),
     EachDataset("dataset per sample"),
     EachDataset("dataset per sample, gzip", layout={"chunks": (4, 2), "compression": "gzip"}),
     EachDataset("dataset per sample, some unwritten", layout={"chunks": (4, 2)}, has_unwritten=True),
     EachDataset("dataset per sample, ragged", sizes=("images",), empty={**EachDataset.empty, "transform": OF_BATCHES}),
+    EachDataset(
+        "dataset per sample, two ragged",
+        fields={"marks": "traces/*/marks", "images": "traces/*/data"},
+        sizes=("images", "marks"),
+        empty={**EachDataset.empty, "transform": OF_BATCHES},
+    ),
     Episodes("episodes by lengths"),
     Episodes("episodes as files", where="files"),
     Episodes("episodes as groups", **GROUPS),

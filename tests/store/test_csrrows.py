@@ -40,7 +40,7 @@ def open_matrix(
 
 def read(field: OpenField, rows: np.ndarray) -> scipy.sparse.csr_matrix:
     """Read rows in the order asked for."""
-    indptr, matrix = field.source.indptr, field.source.matrix
+    indptr, matrix = field.source.indptr_of("X"), field.source.matrix
     starts = np.concatenate(([0], np.cumsum(indptr[rows + 1] - indptr[rows])))
     values = None if matrix.value_dtype is None else np.zeros(starts[-1], matrix.value_dtype)
     room = CsrBuffers(starts, np.zeros(starts[-1], matrix.index_dtype), values)
@@ -111,7 +111,7 @@ def test_damaged(tmp_path, indptr, num_indices, num_values, message):
         file["X/indptr"] = np.array(indptr)
         file["X/indices"], file["X/data"] = np.zeros(num_indices, np.uint8), np.zeros(num_values, np.uint8)
     with pytest.raises(FileError, match=rf"a\.h5: 'X' is damaged: .*{message}"):
-        _ = H5Reader(tmp_path / "a.h5").indptr
+        H5Reader(tmp_path / "a.h5").indptr_of("X")
 
 
 @pytest.mark.parametrize(

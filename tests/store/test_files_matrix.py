@@ -139,7 +139,7 @@ def test_in_a_fork_while_a_thread_opens_a_file(tmp_path: Path, monkeypatch: pyte
 
 def test_indptr_is_that_of_the_whole(tmp_path: Path) -> None:
     reader = open_reader(make_set(tmp_path / "set"))
-    assert reader.indptr.tolist() == WHOLE.indptr.tolist() and reader.indptr.dtype == np.int64
+    assert reader.indptr_of("X").tolist() == WHOLE.indptr.tolist() and reader.indptr_of("X").dtype == np.int64
     assert (reader.matrix.num_rows, reader.matrix.num_entries) == (203, WHOLE.nnz)
 
 

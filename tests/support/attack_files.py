@@ -340,5 +340,5 @@ def read_all(path: Path, **options: object) -> np.ndarray:
     """All images, by byte ranges if they can be."""
     reader = H5Reader(path, {"images": "images"}, **options)
     if reader.matrix is not None:
-        return reader.indptr
+        return reader.indptr_of("images")
     return read_rows(reader, "images", np.arange(reader.num_samples))

@@ -93,7 +93,7 @@ class Opening:
             for name, part in each.stored_parts(self, first, names).items() if each.num_samples else ():
                 parts[name].append((start, part))
             first += len(each.file_list)
-        return {name: _joined(name, source.fields[name], own, self.cache) for name, own in parts.items()}
+        return {name: _joined(source, name, own, self.cache) for name, own in parts.items()}
 
 
 @dataclass
@@ -108,10 +108,6 @@ class OpenStored:
     @property
     def path(self) -> Path:
         return self.source.path
-
-    @property
-    def indptr(self) -> np.ndarray:
-        return self.source.indptr
 
     def arrays(self, name: str, dataset: str, part: str = "", indptr: np.ndarray | None = None, **how: Any) -> Arrays:
         return self.opening.arrays(self, name, dataset, part, indptr, **how)
@@ -131,7 +127,8 @@ def field_readers(
     return fields, opening.why
 
 
-def _joined(name: str, field: Any, parts: Sequence[tuple[int, Part]], cache: BlockCache) -> FieldReader:
+def _joined(source: Source, name: str, parts: Sequence[tuple[int, Part]], cache: BlockCache) -> FieldReader:
+    field: Any = source.fields[name]
     filled = [part for _, part in parts if part.arrays]  # a matrix without entries has no arrays
     first = filled[0] if filled else parts[0][1]
     arrays = [Arrays.joined([part.arrays[number] for part in filled]) for number in range(len(first.arrays))]
@@ -144,13 +141,10 @@ def _joined(name: str, field: Any, parts: Sequence[tuple[int, Part]], cache: Blo
     elif first.kind is Texts:
         reader = Texts(name, arrays[0], first.step_items, field.dtype.itemsize, cache)
     else:
-        tables = [part.indptr for _, part in parts if part.indptr is not None]
-        firsts = np.cumsum([0, *(int(table[-1]) for table in tables)])
-        indptr = tables[0]
-        if len(tables) > 1:
-            indptr = np.concatenate([[0], *(table[1:] + start for table, start in zip(tables, firsts, strict=False))])
-        own = [start for start, (_, part) in zip(firsts.tolist(), parts, strict=False) if part.arrays]
-        reader = Runs(name, arrays, indptr, np.array(own or [0]), first.step_items, cache)
+        indptr = source.indptr_of(name)
+        steps = indptr if first.step_items == 1 else indptr // first.step_items
+        firsts = steps[[start for start, part in parts if part.arrays] or [0]]
+        reader = Runs(name, arrays, steps, firsts, first.step_items, cache)
     if not first.texts:
         return reader
     sizes = np.concatenate([part.sizes for _, part in parts if part.sizes is not None])
@@ -252,6 +246,7 @@ def _bytes_read(source: Source, field: FieldReader, rows: np.ndarray) -> float:
 def _bytes_of(source: Source, name: str, rows: np.ndarray) -> int:
     """Return the number of bytes of these samples of a field. Repeated samples are counted repeatedly."""
     field = source.fields[name]
-    if field is source.ragged:
-        return int((source.indptr[rows + 1] - source.indptr[rows]).sum()) * source.ragged.entry_bytes
+    if (ragged := source.ragged_fields.get(name)) is not None:
+        indptr = source.indptr_of(name)
+        return int((indptr[rows + 1] - indptr[rows]).sum()) * ragged.entry_bytes
     return len(rows) * field.grid.sample_bytes

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -129,16 +130,16 @@ class FileSet(Source):
         of_each = [(reader.fingerprint, reader.num_samples) for reader in self.readers]
         return zlib.crc32(repr(of_each).encode())
 
-    @cached_property
-    def indptr(self) -> np.ndarray:
-        """The first entry of each sample, as if the matrices of all files were concatenated: (n + 1,) int64."""
-        lengths = [np.diff(reader.indptr) for reader in self.readers]
+    def _table_of(self, name: str) -> tuple[Any, ...]:
+        return tuple(reader._table_of(name) for reader in self.readers)
+
+    def _read_indptr(self, name: str) -> np.ndarray:
+        lengths = [np.diff(reader.indptr_of(name)) for reader in self.readers]
         return np.concatenate(([0], np.cumsum(np.concatenate(lengths))))
 
-    @cached_property
-    def image_sizes(self) -> ImageSizes:
-        """The sizes of the images of all files."""
-        return ImageSizes(*map(np.concatenate, zip(*(reader.image_sizes for reader in self.readers), strict=True)))
+    def _read_image_sizes(self, name: str) -> ImageSizes:
+        sizes = [reader.image_sizes_of(name) for reader in self.readers]
+        return ImageSizes(*map(np.concatenate, zip(*sizes, strict=True)))
 
 
 def are_images(readers: Sequence[Source], *, surely: bool = False) -> bool:

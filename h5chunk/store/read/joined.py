@@ -67,7 +67,7 @@ class Joined(Source):
         if rows is None:
             return field
         if isinstance(field, RaggedField):
-            lengths = np.diff(self.parts[number].indptr)
+            lengths = np.diff(self.parts[number].indptr_of(name))
             return replace(field, num_rows=num_samples, num_entries=int(lengths[rows].sum()))
         return replace(field, grid=replace(field.grid, shape=(num_samples, *field.grid.shape[1:])))
 
@@ -110,16 +110,18 @@ class Joined(Source):
             fingerprint = fingerprint if rows is None else zlib.crc32(rows.tobytes(), fingerprint)
         return fingerprint
 
-    @cached_property
-    def indptr(self) -> np.ndarray:
-        """The first entry of each sample of ``ragged``, as if they were stored one after the other: (n + 1,) int64."""
-        part, rows = self.parts[self._main_part], self._rows[self._main_part]
-        return part.indptr if rows is None else np.append(0, np.cumsum(np.diff(part.indptr)[rows]))
+    def _table_of(self, name: str) -> Any:
+        number = self._part_of[name]
+        return number, self.parts[number]._table_of(name)
 
-    @cached_property
-    def image_sizes(self) -> ImageSizes:
-        """The sizes of images of any size."""
-        sizes, rows = self.parts[self._main_part].image_sizes, self._rows[self._main_part]
+    def _read_indptr(self, name: str) -> np.ndarray:
+        number = self._part_of[name]
+        indptr, rows = self.parts[number].indptr_of(name), self._rows[number]
+        return indptr if rows is None else np.append(0, np.cumsum(np.diff(indptr)[rows]))
+
+    def _read_image_sizes(self, name: str) -> ImageSizes:
+        number = self._part_of[name]
+        sizes, rows = self.parts[number].image_sizes_of(name), self._rows[number]
         return sizes if rows is None else ImageSizes(*(table[rows] for table in sizes))
 
     @property
@@ -142,12 +144,9 @@ class Joined(Source):
 
 
 def main_part(parts: Sequence[Source]) -> int:
-    """Return the number of the part whose samples differ in length, or else of that with the largest samples."""
+    """Return the number of the part with the largest samples, of those whose samples differ in length if there are any."""
     ragged = [number for number, part in enumerate(parts) if part.ragged is not None]
-    if len(ragged) > 1:
-        named = names_text([part.ragged.name for part in parts if part.ragged is not None])
-        raise FieldError(f"fields has several whose samples differ in length ({named}): choose one of them")
-    return ragged[0] if ragged else max(range(len(parts)), key=lambda each: parts[each].main.grid.sample_bytes)
+    return max(ragged or range(len(parts)), key=lambda each: parts[each].main.grid.sample_bytes)
 
 
 def check_lengths(parts: Sequence[Source]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, names_text, printable, shown, shown_as
+from h5chunk.errors import FieldError, FileError, printable, shown, shown_as
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.stamp import stamp_of
@@ -64,12 +64,6 @@ class KeyedReader(Source):
     def __init__(
         self, path: Path, files: Sequence[Path], patterns: Mapping[str, str], index: KeyedIndex, *, trusted: bool
     ) -> None:
-        ragged = [name for name, field in index.fields.items() if field.is_ragged]
-        if len(ragged) > 1:
-            raise FieldError(
-                f"{printable(path)}: {names_text(map(repr, ragged))} differ in length between samples, but only "
-                "one such field is supported: leave out the others"
-            )
         self.index, self.patterns, self._files = index, dict(patterns), tuple(files)
         self.are_samples = not any("*" in pattern for pattern in patterns.values())  # whether each file is a sample
         self._stamps = [stamp_of(file) for file in files]
@@ -97,10 +91,8 @@ class KeyedReader(Source):
     def names_of(self, samples: np.ndarray) -> np.ndarray:
         return np.array([self.index.name(number) for number in samples.tolist()], np.str_)
 
-    @cached_property
-    def indptr(self) -> np.ndarray:
-        assert self.ragged is not None
-        field = self.index.fields[self.ragged.name]
+    def _read_indptr(self, name: str) -> np.ndarray:
+        field = self.index.fields[name]
         return np.concatenate([[0], np.cumsum(field.lengths)]) * field.step_items
 
     @cached_property

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import h5py
 import numpy as np
@@ -60,6 +60,11 @@ class RaggedField:
         raise NotImplementedError
 
     @property
+    def lengths_key(self) -> tuple[Any, ...]:
+        """A key that is equal for two fields of one file if each sample has as many entries in both."""
+        return self.path_of(self.pointers), self.step_items
+
+    @property
     def entry_datasets(self) -> tuple[str, ...]:
         """Names of the datasets of entries to read."""
         raise NotImplementedError
@@ -90,10 +95,10 @@ class RaggedField:
 
     def part(self, file: StoredFile) -> Part:
         """Return what a file stores of this field."""
-        steps = file.indptr if self.step_items == 1 else file.indptr // self.step_items
-        names = self.entry_datasets if self.num_entries else ()
+        names, indptr = self.entry_datasets if self.num_entries else (), file.source.indptr_of(self.name)
+        steps = indptr if self.step_items == 1 else indptr // self.step_items
         arrays = tuple(file.arrays(self.name, self.path_of(part), part, steps) for part in names)
-        return Part(Runs, arrays, indptr=steps, step_items=self.step_items)
+        return Part(Runs, arrays, step_items=self.step_items)
 
     @property
     def grid(self) -> ChunkGrid:
@@ -135,6 +140,10 @@ class SeriesField(RaggedField):
 
     def path_of(self, part: str) -> str:
         return self.table if part == self.pointers else self.dataset
+
+    @property
+    def lengths_key(self) -> tuple[Any, ...]:
+        return self.table or self.dataset, self.has_lengths, self.num_entries, self.step_items
 
     @property
     def step_items(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -27,13 +27,12 @@ from h5chunk.store.hdf5.open import descriptor_of, opened
 from h5chunk.store.read.checksums import OFF, ChunkChecks, read_sums
 from h5chunk.store.read.encoded import describe
 from h5chunk.store.read.field_readers import field_readers
-from h5chunk.store.read.fields import AlongAxis, Field, FrameDataset, MatrixField, Stored, default_fields, with_members
+from h5chunk.store.read.fields import AlongAxis, Field, FrameDataset, Stored, default_fields, with_members
 from h5chunk.store.read.ragged import (
     FlatSamples,
     ImagesField,
     ImageSizes,
     RaggedField,
-    SeriesField,
     read_image_sizes,
     read_indptr,
 )
@@ -42,16 +41,6 @@ from h5chunk.store.read.source import Source
 from h5chunk.store.read.vlen import VlenField, read_pointers, vlen_indptr
 
 LABELS = "labels"
-
-
-def _joined(fields: Sequence[RaggedField]) -> str:
-    """Return the remedy for fields of arrays with the same offsets or lengths; empty for other fields."""
-    series = [field for field in fields if isinstance(field, SeriesField) and field.table]
-    if len(series) < len(fields) or len({(field.table, field.num_entries, field.step_shape) for field in series}) > 1:
-        return ""
-    values = ", ".join(f"file[{field.dataset!r}][:]" for field in series[:3])
-    more = ", ..." if len(series) > 3 else ""
-    return f", or join them as columns of one dataset, such as file['NEW'] = np.stack([{values}{more}], -1)"
 
 
 def _of_one_length(fields: Collection[Field | RaggedField]) -> str:
@@ -125,11 +114,6 @@ class H5Reader(Source):
                     f"checksums is {checksums!r}, but {printable(path)} has checksums of {printable(lost[0])!r}, "
                     "which does not exist: give the field its name back, or name the fields to read (fields=[...])"
                 )
-        ragged = [field for field in found.values() if isinstance(field, RaggedField)]
-        if len(ragged) > 1:
-            all_matrices = all(isinstance(field, MatrixField) for field in ragged)
-            which = "sparse matrices" if all_matrices else "fields whose samples differ in length"
-            raise FieldError(f"{printable(path)}: fields has {len(ragged)} {which}: choose one{_joined(ragged)}")
         lengths = {name: field.grid.shape[0] for name, field in found.items()}
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{found[name].dataset!r} has {length}" for name, length in lengths.items())
@@ -154,30 +138,24 @@ class H5Reader(Source):
                 fingerprint = checksums_of(file, fingerprint)
         return fingerprint
 
-    @cached_property
-    def indptr(self) -> np.ndarray:
-        """The first entry of each sample of ``ragged``: (n + 1,) int64. Raises FileError if the table is damaged."""
-        assert self.ragged is not None
+    def _read_indptr(self, name: str) -> np.ndarray:
+        field = self.ragged_fields[name]
         with opened(self.path) as file:
             self.check_unchanged()
-            if isinstance(self.ragged, VlenField):
-                dataset = file[self.ragged.dataset]
-                return vlen_indptr(read_pointers(dataset, self.path), dataset, self.path, self.ragged.entry_bytes)
-            self._check_table(file, self.ragged, self.ragged.pointers)
-            return read_indptr(file, self.path, self.ragged)
+            if isinstance(field, VlenField):
+                dataset = file[field.dataset]
+                return vlen_indptr(read_pointers(dataset, self.path), dataset, self.path, field.element)
+            self._check_table(file, field, field.pointers)
+            return read_indptr(file, self.path, field)
 
-    @cached_property
-    def image_sizes(self) -> ImageSizes:
-        """The height and width of each image, in a field of images of any size.
-
-        Raises FileError if a table is damaged.
-        """
-        assert isinstance(self.ragged, ImagesField)
+    def _read_image_sizes(self, name: str) -> ImageSizes:
+        field, offsets = self.ragged_fields[name], self.indptr_of(name)
+        assert isinstance(field, ImagesField)
         with opened(self.path) as file:
             self.check_unchanged()
             for table in ImageSizes._fields:
-                self._check_table(file, self.ragged, table)
-            return read_image_sizes(file[self.ragged.dataset], self.path, self.ragged, self.indptr)
+                self._check_table(file, field, table)
+            return read_image_sizes(file[field.dataset], self.path, field, offsets)
 
     def _check_table(self, file: h5py.File, field: RaggedField, table: str) -> None:
         """Verify the checksum of a table of a field, unless ``checksums`` is "off"."""

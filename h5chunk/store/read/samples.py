@@ -158,29 +158,24 @@ class StoredFile(Protocol):
 
     path: Path
     file: h5py.File
+    source: Any  # the `h5chunk.store.read.source.Source` of the file
     number: int
 
     def arrays(self, name: str, dataset: str, part: str = "", indptr: np.ndarray | None = None, **how: Any) -> Arrays:
         """Describe a dataset of the field ``name``, or of its ``part``. With ``indptr``, messages name its rows."""
 
-    @property
-    def indptr(self) -> np.ndarray:
-        """The first entry of each sample of the field whose samples differ in length: (n + 1,) int64."""
-
 
 class Part(NamedTuple):
     """What one file, or several parts of it, store of a field: the arrays of samples of one kind.
 
-    ``starts`` is the first sample of each array, for `Rows`, and ``axis`` the axis of samples. ``indptr`` is the first
-    index of each sample, for `Runs`.
-    ``sizes`` has the lengths of elements in bytes. For encoded images, ``texts`` names the datasets that they are in,
-    whose first samples are ``text_starts``.
+    ``starts`` is the first sample of each array, for `Rows`, and ``axis`` the axis of samples. ``sizes`` has the
+    lengths of elements in bytes. For encoded images, ``texts`` names the datasets that they are in, whose first samples
+    are ``text_starts``.
     """
 
     kind: type[FieldReader]
     arrays: tuple[Arrays, ...]
     starts: np.ndarray | None = None
-    indptr: np.ndarray | None = None
     step_items: int = 1
     sizes: np.ndarray | None = None
     texts: tuple[str, ...] = ()

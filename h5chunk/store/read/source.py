@@ -65,12 +65,13 @@ class SourceFile(NamedTuple):
 class Source:
     """The samples of some fields, in one file or several. Each process opens the files at its first read.
 
-    ``fields`` has the stored fields by name, and `computed` those that follow from the number of a sample. The field
-    ``ragged`` has samples that differ in length, such as a matrix; it is None if there is none. ``main`` is ``ragged``,
-    or else the field with the largest samples. Its chunks have ``chunk_samples`` samples, or, if they differ in size,
-    begin at the samples in ``chunk_starts``, which ends with the number of samples. ``starts``, (num_files + 1,) int64,
-    is the first sample of each file, and finally the number of samples. ``stamp`` identifies the version of a single
-    file. ``is_rows`` is whether each sample is a row of each dataset.
+    ``fields`` has the stored fields by name, and `computed` those that follow from the number of a sample. Those whose
+    samples differ in length, such as a matrix, are in ``ragged_fields``, too. ``main`` is the field with the largest
+    samples, of these fields if there are any, and it is ``ragged`` if it is one of them. Its chunks have
+    ``chunk_samples`` samples, or, if they differ in size, begin at the samples in ``chunk_starts``, which ends with the
+    number of samples. ``starts``, (num_files + 1,) int64, is the first sample of each file, and finally the number of
+    samples. ``stamp`` identifies the version of a single file. ``is_rows`` is whether each sample is a row of each
+    dataset.
     """
 
     epoch_samples = 0  # offset added to the sample numbers per epoch, if each epoch has different samples
@@ -98,14 +99,16 @@ class Source:
         self.sums: Sums = {} if sums is None else sums
         self._readers = tuple(readers)
         self.fields, self.num_samples = dict(fields), num_samples
-        ragged = next((name for name, field in fields.items() if isinstance(field, RaggedField)), None)
-        largest = max(fields, key=lambda name: fields[name].grid.sample_bytes)
-        self.main: Field | RaggedField = fields[main or ragged or largest]
+        self.ragged_fields = {name: field for name, field in fields.items() if isinstance(field, RaggedField)}
+        largest = max(self.ragged_fields or fields, key=lambda name: fields[name].grid.sample_bytes)
+        self.main: Field | RaggedField = fields[main or largest]
         self.ragged: RaggedField | None = self.main if isinstance(self.main, RaggedField) else None
         self.starts = np.array([0, num_samples]) if starts is None else starts
         good = good_chunk_samples(num_samples, self.main.grid.sample_bytes)
         self.chunk_samples: int = chunk_samples or self.main.grid.band_samples or good  # contiguous data has no chunks
         self.chunk_starts = chunk_starts
+        self._indptrs: dict[Any, np.ndarray] = {}  # by `_table_of` a field
+        self._image_sizes: dict[str, ImageSizes] = {}
 
     @property
     def readers(self) -> tuple[Source, ...]:
@@ -148,8 +151,8 @@ class Source:
 
     @property
     def matrix(self) -> MatrixField | None:
-        """The sparse matrix, if there is one."""
-        return self.ragged if isinstance(self.ragged, MatrixField) else None
+        """The first sparse matrix, if there is one."""
+        return next((field for field in self.ragged_fields.values() if isinstance(field, MatrixField)), None)
 
     @property
     def computed(self) -> Mapping[str, Computed]:
@@ -226,27 +229,57 @@ class Source:
         """A CRC-32 that is equal for copies of the same files, with the same fields."""
         raise NotImplementedError
 
-    @cached_property
-    def indptr(self) -> np.ndarray:
-        """The first entry of each sample of ``ragged``: (n + 1,) int64. Raises FileError if the table is damaged."""
+    def indptr_of(self, name: str) -> np.ndarray:
+        """Return the first entry of each sample of a field whose samples differ in length: (n + 1,) int64.
+
+        It is read once, also for several fields with the same offsets or lengths. Raises FileError if it is damaged.
+        """
+        table = self._table_of(name)
+        if table not in self._indptrs:
+            self._indptrs[table] = self._read_indptr(name)
+        return self._indptrs[table]
+
+    def _table_of(self, name: str) -> Any:
+        """Return a key that is equal for fields of which `_read_indptr` returns the same."""
+        return self.ragged_fields[name].lengths_key
+
+    def _read_indptr(self, name: str) -> np.ndarray:
+        """Read what `indptr_of` returns."""
         raise NotImplementedError
 
-    @cached_property
-    def image_sizes(self) -> ImageSizes:
-        """The height and width of each image, in a field of images of any size.
+    @property
+    def indptr_bytes(self) -> int:
+        """The size in bytes of all that `indptr_of` keeps."""
+        tables = {self._table_of(name): self.indptr_of(name) for name in self.ragged_fields}
+        return sum(indptr.nbytes for indptr in tables.values())
+
+    def image_sizes_of(self, name: str) -> ImageSizes:
+        """Return the height and width of each image in a field of images of any size, which are read once.
 
         Raises FileError if a table is damaged.
         """
+        if name not in self._image_sizes:
+            self._image_sizes[name] = self._read_image_sizes(name)
+        return self._image_sizes[name]
+
+    def _read_image_sizes(self, name: str) -> ImageSizes:
+        """Read what `image_sizes_of` returns."""
         raise NotImplementedError
+
+    @property
+    def lengths_field(self) -> SeriesField | None:
+        """The first field whose samples are arrays that differ in length, which is that of `sample_lengths`."""
+        return next((field for field in self.ragged_fields.values() if isinstance(field, SeriesField)), None)
 
     @property
     def sample_lengths(self) -> np.ndarray:
         """The length of each sample along its first axis: (n,) int64. Raises FieldError if no field has lengths."""
-        if not isinstance(self.ragged, SeriesField):
+        field = self.lengths_field
+        if field is None:
             raise FieldError(
                 f"{printable(self.path)}: no field has samples that differ in length: name one with offsets or lengths"
             )
-        return np.diff(self.indptr) // self.ragged.step_items
+        return np.diff(self.indptr_of(field.name)) // field.step_items
 
     @property
     def recommendation(self) -> Recommended | None:
@@ -263,16 +296,17 @@ class Source:
     def recommended_window(self) -> int:
         """Number of chunks to shuffle together: the recommendation, or else as many as fit in the default memory.
 
-        It is reduced if some chunks of a matrix have far more entries than others, because the size of a window is
-        limited.
+        It is reduced if some chunks of samples that differ in length are far larger than others, because the size of a
+        window is limited.
         """
         if recommended := self.recommendation:
             window_chunks = recommended[0]
         else:
             window_chunks = choose_window_chunks(self.chunk_bytes, math.ceil(self.num_samples / self.chunk_samples))
-        if self.ragged is None:
+        if not self.ragged_fields:
             return window_chunks
-        return bounded_window(window_chunks, fullest_chunks(self.indptr, self.chunk_samples))
+        sizes = [self.indptr_of(name) * field.entry_bytes for name, field in self.ragged_fields.items()]
+        return bounded_window(window_chunks, fullest_chunks(sum(sizes[1:], sizes[0]), self.chunk_samples))
 
     def field_readers(self, opening: Any, names: Collection[str]) -> dict[str, FieldReader]:
         """Return the readers of fields. ``opening`` is a `h5chunk.store.read.field_readers.Opening`."""
@@ -301,6 +335,6 @@ class Source:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("indptr", "image_sizes")}
+        own = {"_indptrs": {}, "_image_sizes": {}, "_readers": tuple(copy(reader) for reader in self._readers)}
         # unpickling the mirrors makes the local copies known to another process
-        return {**kept, "mirrors": self.mirrors, "_readers": tuple(copy(reader) for reader in self._readers)}
+        return {**self.__dict__, "mirrors": self.mirrors, **own}

@@ -6,6 +6,7 @@ HDF5 File Format Specification, III.E (global heap) and VIII.B (disk format of v
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,14 @@ from h5chunk.store.hdf5.chunk_table import NotDirect, count_unwritten, is_vlen, 
 from h5chunk.store.hdf5.open import descriptor_of
 from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.hdf5.strings import POINTER, FileBytes, find_in_heap
+from h5chunk.store.hdf5.types import Element, element_of, type_text
 from h5chunk.store.read.arrays import Arrays, Blocks
 from h5chunk.store.read.checksums import ChunkChecks
 from h5chunk.store.read.ragged import SeriesField
 from h5chunk.store.read.samples import Elements, Part, StoredFile, Texts
+from h5chunk.store.read.stored import Filtered
 
+LETTER = Element(np.dtype(np.uint8), np.dtype(np.uint8))  # a byte of a string
 MAX_TEXT_BYTES = 64 << 10  # limit on strings of variable length, because those of a batch are padded to the longest
 AS_FIXED = "copy it (x) to fixed-length strings, such as file['NEW'] = np.char.encode(np.array(x.asstr()[()], str))"
 CUT = "copy it (x) to shorter strings, such as file['NEW'] = np.char.encode(np.array(x.asstr()[()], 'U1000'))"
@@ -35,6 +39,7 @@ class VlenField(SeriesField):
     """A dataset whose elements are arrays of variable length."""
 
     first: bytes  # the pointer of the first element, as stored; empty if there are no elements
+    element: Element  # of the arrays
 
     table_datasets = ()
 
@@ -42,10 +47,10 @@ class VlenField(SeriesField):
         """Return what a file stores of this field: an array for each element."""
         dataset = file.file[self.dataset]
         pointers = read_pointers(dataset, file.path)
-        vlen_indptr(pointers, dataset, file.path, self.entry_bytes)  # checks the lengths
-        arrays = _heap_arrays(file, self.dataset, pointers, self.entry_bytes)
-        sizes = pointers["length"].astype(np.int64) * self.entry_bytes
-        return Part(Elements, (arrays,), sizes=sizes)
+        vlen_indptr(pointers, dataset, file.path, self.element)  # checks the lengths
+        arrays = _heap_arrays(file, self.dataset, pointers, self.element)
+        sizes = pointers["length"].astype(np.int64) * self.element.num_bytes
+        return Part(Elements, (arrays,), step_items=self.step_items, sizes=sizes)
 
 
 class VlenOrigin:
@@ -70,18 +75,22 @@ def describe_vlen(dataset: h5py.Dataset, path: Path, name: str) -> VlenField:
     """Describe a dataset of arrays of variable length. Raises UnsupportedError unless they can be read without HDF5."""
     where = f"{printable(path)}: {dataset.name!r}"
     base = dataset.id.get_type().get_super()
-    is_number = isinstance(base, (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID))
-    dtype = base.dtype if is_number else None
-    if dtype is None or not dtype.isnative or not base.equal(h5py.h5t.py_create(dtype)):
-        raise UnsupportedError(f"{where} has arrays of an unsupported type ({dtype or 'no numbers'}): {REMEDY}")
+    if isinstance(base, h5py.h5t.TypeVlenID):
+        raise UnsupportedError(f"{where} has arrays of arrays of variable length: {REMEDY}")
+    element = element_of(base, f"{where}, arrays of variable length,")
+    if element.dtype.kind not in "biufc":
+        raise UnsupportedError(f"{where} has arrays of an unsupported type ({type_text(base)}): {REMEDY}")
     if dataset.ndim != 1 or dataset.file.id.get_create_plist().get_sizes()[0] != 8:
         raise UnsupportedError(f"{where} has {dataset.ndim} axes, or addresses of fewer than 8 bytes: {REMEDY}")
     pointers = read_pointers(dataset, path)
-    num_rows, total = len(dataset), int(vlen_indptr(pointers, dataset, path, dtype.itemsize)[-1])
-    chunk_samples = good_chunk_samples(num_rows, total * dtype.itemsize // max(1, num_rows))
+    num_rows, total = len(dataset), int(vlen_indptr(pointers, dataset, path, element)[-1])
+    chunk_samples = good_chunk_samples(num_rows, total * element.dtype.itemsize // max(1, num_rows))
     chunk_samples = max(1, min(chunk_samples, num_rows))
     sizes, first = (num_rows, total, chunk_samples), pointers[:1].tobytes()
-    return VlenField(name, dataset.name, *sizes, False, step_shape=(), value_dtype=dtype, first=first)
+    shape, dtype = element.shape, element.dtype
+    return VlenField(
+        name, dataset.name, *sizes, False, step_shape=shape, value_dtype=dtype, first=first, element=element
+    )
 
 
 def read_pointers(dataset: h5py.Dataset, path: Path) -> np.ndarray:
@@ -133,21 +142,23 @@ def text_part(file: StoredFile, dataset: str) -> Part:
     """Return what a file stores of strings of variable length: an array of bytes for each string."""
     item = file.file[dataset]
     pointers = read_pointers(item, file.path)
-    arrays = _heap_arrays(file, dataset, pointers.reshape(-1), 1)
+    arrays = _heap_arrays(file, dataset, pointers.reshape(-1), LETTER)
     return Part(Texts, (arrays,), step_items=int(np.prod(item.shape[1:], dtype=np.int64)))
 
 
-def _heap_arrays(file: StoredFile, dataset: str, pointers: np.ndarray, item_bytes: int) -> Arrays:
-    """Return an array for each pointer into the heap of a file, whose items have ``item_bytes``."""
+def _heap_arrays(file: StoredFile, dataset: str, pointers: np.ndarray, element: Element) -> Arrays:
+    """Return an array for each pointer into the heap of a file, whose items are such elements."""
     lengths = pointers["length"].astype(np.int64)
-    places = find_in_heap(open_heap(file.file, file.path, dataset), pointers, lengths * item_bytes)
+    sizes = lengths * element.item_bytes
+    places = find_in_heap(open_heap(file.file, file.path, dataset), pointers, sizes)
     zeros, numbers = np.zeros(len(lengths), np.int64), np.arange(len(lengths))
     masks = zeros.astype(np.uint32)
-    blocks = Blocks(np.full(len(lengths), file.number, np.int32), places, lengths * item_bytes, masks)
+    blocks = Blocks(np.full(len(lengths), file.number, np.int32), places, sizes, masks)
     shape, origin = lengths[:, None], VlenOrigin(file.number, f"{printable(file.path)}: {dataset!r}")
     # an array without elements has a block, too, which is never read
-    tables = numbers, shape, np.maximum(shape, 1), zeros
-    return Arrays(item_bytes, *tables, blocks, (), (origin,), zeros[:1])
+    codecs = () if element.is_plain else (Filtered(None, element, 1, b""),)
+    tables = numbers, shape, np.maximum(shape, 1), zeros + len(codecs)
+    return Arrays(element.num_bytes, *tables, blocks, codecs, (origin,), zeros[:1])
 
 
 def open_heap(file: h5py.File, path: Path, dataset: str) -> FileBytes:
@@ -157,16 +168,16 @@ def open_heap(file: h5py.File, path: Path, dataset: str) -> FileBytes:
     return FileBytes(descriptor, size, lambda problem: FileError(f"{where}: {problem}"), file.userblock_size)
 
 
-def vlen_indptr(pointers: np.ndarray, dataset: h5py.Dataset, path: Path, item_bytes: int) -> np.ndarray:
+def vlen_indptr(pointers: np.ndarray, dataset: h5py.Dataset, path: Path, element: Element) -> np.ndarray:
     """Return the index of the first entry of each element, and finally the number of entries: (n + 1,) int64.
 
     Raises FileError if the elements have more bytes than the file.
     """
     indptr = np.concatenate([[0], np.cumsum(pointers["length"], dtype=np.int64)])
     file_bytes = dataset.file.id.get_filesize()
-    if indptr[-1] * item_bytes > file_bytes:
+    if indptr[-1] * element.item_bytes > file_bytes:
         raise FileError(
-            f"{printable(path)}: {dataset.name!r} claims {indptr[-1] * item_bytes} bytes, but the file has "
+            f"{printable(path)}: {dataset.name!r} claims {indptr[-1] * element.item_bytes} bytes, but the file has "
             f"{file_bytes}: it is damaged"
         )
-    return indptr
+    return indptr * math.prod(element.shape)

@@ -89,7 +89,7 @@ def locate(reader: Source) -> list[ByteRange]:
                 if isinstance(field, Field):
                     located = [_locate_field(file, field.name, file[field.dataset], single.chunk_samples)]
                 else:
-                    located = _locate_ragged(file, field, single.indptr)
+                    located = _locate_ragged(file, field, single.indptr_of(field.name))
                 for columns in located:
                     for offset, size, sample in zip(*(column.tolist() for column in columns), strict=True):
                         found.append(ByteRange(number, offset, size, first + sample))

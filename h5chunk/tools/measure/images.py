@@ -32,7 +32,8 @@ def open_data(path: Paths, fields: Mapping[str, str] | Sequence[str] | None, tru
 def read_images(reader: Source, rows: np.ndarray) -> list[np.ndarray]:
     """Read the stored bytes of images of any size: one (num_bytes,) uint8 array per image."""
     assert reader.ragged is not None
-    starts = np.concatenate(([0], np.cumsum(reader.indptr[rows + 1] - reader.indptr[rows])))
+    indptr = reader.indptr_of(reader.ragged.name)
+    starts = np.concatenate(([0], np.cumsum(indptr[rows + 1] - indptr[rows])))
     data = np.empty(int(starts[-1]), np.uint8)
     read_into(reader, reader.ragged.name, rows, CsrBuffers(starts, data, None))
     return [data[start:stop] for start, stop in itertools.pairwise(starts.tolist())]
@@ -47,7 +48,7 @@ def decoding(reader: Source, num_samples: int) -> tuple[float, Callable[[int, fl
     field = reader.ragged
     assert isinstance(field, ImagesField)
     rows = np.unique(np.linspace(0, num_samples - 1, PROBES).astype(np.int64))
-    images, facts = read_images(reader, rows), [table[rows].tolist() for table in reader.image_sizes]
+    images, facts = read_images(reader, rows), [table[rows].tolist() for table in reader.image_sizes_of(field.name)]
     areas = [height * width * field.channels for height, width in zip(*facts[:2], strict=True)]
     buffers: dict[int, np.ndarray] = {}
     numbers = itertools.count()
