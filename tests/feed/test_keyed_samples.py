@@ -470,10 +470,22 @@ def test_fields_of_strings_or_without_values_are_errors(tmp_path: Path) -> None:
         h5chunk.Keyed(tmp_path / "empty.h5", "*/data")
 
 
-def test_only_one_field_may_differ_in_length(tmp_path: Path) -> None:
-    path = _make_ragged(tmp_path / "traces.h5")
-    with pytest.raises(h5chunk.FieldError, match="'a', 'b' differ in length"):
-        h5chunk.Keyed(path, {"a": "traces/*/data", "b": "traces/*/data"})
+def test_several_fields_differ_in_length(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number in range(30):
+            file[f"{number:02}/boxes"] = rng.normal(size=(rng.integers(0, 5), 4))
+            file[f"{number:02}/wave"] = rng.integers(0, 9, rng.integers(1, 60), np.int16)
+    dataset = h5chunk.Keyed(tmp_path / "a.h5", ["*/boxes", "*/wave", "sample_number"])
+    transforms = {"boxes": [Pack()], "wave": [Pad(-1)]}
+    with h5py.File(tmp_path / "a.h5") as file, h5chunk.ChunkLoader(dataset, 8, transforms=transforms) as loader:
+        assert dataset.sample_lengths.tolist() == [len(each["boxes"]) for each in file.values()]
+        for boxes, offsets, waves, lengths, numbers in loader:
+            for place, number in enumerate(numbers.tolist()):
+                expected = file[f"{number:02}"]
+                np.testing.assert_array_equal(boxes[offsets[place] : offsets[place + 1]], expected["boxes"])
+                np.testing.assert_array_equal(waves[place, : lengths[place]], expected["wave"])
+                assert (waves[place, lengths[place] :] == -1).all()
 
 
 def test_attributes_of_datasets(tmp_path: Path) -> None:

@@ -137,7 +137,22 @@ def test_arrays_of_variable_length_are_read_without_hdf5(tmp_path: Path, storage
     assert sum(int(lengths.sum()) for _, lengths, _ in loader) == LENGTHS.sum() - LENGTHS[11] + 40_000
 
 
-@pytest.mark.parametrize("base", [">f4", h5py.string_dtype(), np.dtype([("a", "i4")])])
+@pytest.mark.parametrize("base", ["?", "c8", "f2", (np.int16, (2, 3))])
+def test_arrays_of_variable_length_of_other_types(tmp_path: Path, base: Any) -> None:
+    kind = np.dtype(base)
+    values = np.random.default_rng(0).integers(0, 2, (STARTS[-1], *kind.shape)).astype(kind.base)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        dataset = file.create_dataset("values", (COUNT,), h5py.vlen_dtype(kind))
+        for number in range(COUNT):
+            dataset[number] = values[STARTS[number] : STARTS[number + 1]]
+        file["label"] = np.arange(COUNT)
+    seen = list[int]()
+    for batch in h5chunk.ChunkLoader(h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["values", "label"]), 8):
+        _check(batch, values, seen)
+    assert sorted(seen) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("base", [h5py.string_dtype(), np.dtype([("a", "i4")]), h5py.vlen_dtype("f4")])
 def test_arrays_of_other_types_are_refused(tmp_path: Path, base: Any) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("values", (3,), h5py.vlen_dtype(base))
@@ -164,6 +179,61 @@ def test_damaged_heaps_are_errors(tmp_path: Path, place: bytes, value: bytes, me
     path.write_bytes(bytes(data))
     with pytest.raises(h5chunk.FileError, match=message):
         list(h5chunk.ChunkLoader(h5chunk.ChunkDataset(path, fields=["values"]), 8))
+
+
+def _make_jets(path: Path, count: int = COUNT) -> Path:
+    with h5py.File(path, "w") as file:
+        for number, name in enumerate(("pt", "eta")):
+            file[name] = np.arange(STARTS[count], dtype="f4") + number / 2
+        file["hits"] = np.arange(5 * count, dtype="i4")
+        file["starts"], file["hits_of"], file["label"] = STARTS[: count + 1], np.full(count, 5), np.arange(count)
+    return path
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_packed_and_padded_fields_and_samples_of_a_batch(tmp_path: Path, workers: int) -> None:
+    paths = [_make_jets(tmp_path / "a.h5"), _make_jets(tmp_path / "b.h5", 20)]
+    tables: Any = {"offsets": {"pt": "starts", "eta": "starts"}, "lengths": {"hits": "hits_of"}}
+    transform = {"pt": [Pack()], "hits": [Pack()]}
+    dataset = h5chunk.ChunkDataset(paths, fields=["label", "pt", "eta", "hits"], transform=transform, **tables)
+    sampler = h5chunk.ChunkSampler(dataset, 8)
+    for collate_fn in (h5chunk.collate, list):
+        for batch in DataLoader(dataset, batch_sampler=sampler, num_workers=workers, collate_fn=collate_fn):
+            if collate_fn is list:  # each sample has all fields, with their lengths
+                for label, pt, length, eta, other, hits, five in batch:
+                    assert len(pt) == length == other == LENGTHS[label] and len(hits) == five == 5
+                    np.testing.assert_array_equal(pt + 0.5, eta[:length])
+                    assert hits[0] == 5 * label
+                continue
+            labels, pt, starts, eta, lengths, hits, fives = batch
+            assert lengths.tolist() == starts.diff().tolist() == LENGTHS[labels].tolist()
+            np.testing.assert_array_equal(pt + 0.5, torch.cat([row[:n] for row, n in zip(eta, lengths, strict=True)]))
+            assert hits[fives[:-1]].tolist() == (5 * labels).tolist()
+
+
+def test_batches_are_limited_by_the_first_field_that_differs_in_length(tmp_path: Path) -> None:
+    path = _make_jets(tmp_path / "a.h5")
+    tables: Any = {"offsets": {"pt": "starts"}, "lengths": {"hits": "hits_of"}}
+    for fields, lengths in ((["label", "pt", "hits"], LENGTHS), (["hits", "pt", "label"], np.full(COUNT, 5))):
+        dataset = h5chunk.ChunkDataset(path, fields=fields, **tables)
+        assert (
+            dataset.sample_lengths.tolist() == lengths.tolist()
+            and dataset.lengths_field == fields[fields[0] == "label"]
+        )
+        for pack in ([], [Pack()]):
+            transforms = {dataset.lengths_field: pack}
+            for batch in h5chunk.ChunkLoader(dataset, batch_elements=100, transforms=transforms):
+                labels = batch[fields.index("label") + (2 if fields[0] == "hits" else 0)].numpy()
+                own = lengths[labels]
+                assert (own.sum() if pack else len(own) * own.max()) <= 100
+
+
+def test_lengths_that_contradict_only_one_field_are_errors(tmp_path: Path) -> None:
+    path = _make_jets(tmp_path / "a.h5")
+    with h5py.File(path, "a") as file:
+        file["short"] = file["pt"][:-1]
+    with pytest.raises(h5chunk.FileError, match="'short' is damaged: 'starts' runs from"):
+        h5chunk.ChunkLoader(h5chunk.ChunkDataset(path, offsets={"pt": "starts", "short": "starts"}), 8)
 
 
 def _break(path: Path, how: str) -> None:

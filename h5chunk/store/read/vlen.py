@@ -75,10 +75,11 @@ def describe_vlen(dataset: h5py.Dataset, path: Path, name: str) -> VlenField:
     """Describe a dataset of arrays of variable length. Raises UnsupportedError unless they can be read without HDF5."""
     where = f"{printable(path)}: {dataset.name!r}"
     base = dataset.id.get_type().get_super()
-    if isinstance(base, h5py.h5t.TypeVlenID):
-        raise UnsupportedError(f"{where} has arrays of arrays of variable length: {REMEDY}")
-    element = element_of(base, f"{where}, arrays of variable length,")
-    if element.dtype.kind not in "biufc":
+    try:
+        element = element_of(base, where)
+    except UnsupportedError:
+        element = None
+    if element is None or element.dtype.kind not in "biufc":
         raise UnsupportedError(f"{where} has arrays of an unsupported type ({type_text(base)}): {REMEDY}")
     if dataset.ndim != 1 or dataset.file.id.get_create_plist().get_sizes()[0] != 8:
         raise UnsupportedError(f"{where} has {dataset.ndim} axes, or addresses of fewer than 8 bytes: {REMEDY}")

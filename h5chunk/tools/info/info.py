@@ -370,7 +370,10 @@ def _find_code(
 
 
 def _notes_on_runs(path: str, datasets: Sequence[DatasetInfo], fields: Sequence[str], trusted: bool) -> list[str]:
-    """Return a note if a dataset may divide the rows of the main field into samples. ``path`` is a Python literal."""
+    """Return a note if a dataset may divide the rows of the main field into samples, and those of fields as long.
+
+    ``path`` is a Python literal.
+    """
     rows = {item.name: item.shape[0] for item in datasets if item.can_train}
     for item in datasets if fields and fields[0] in rows else ():
         folder, _, name = item.name.rpartition("/")
@@ -379,9 +382,10 @@ def _notes_on_runs(path: str, datasets: Sequence[DatasetInfo], fields: Sequence[
             continue
         for argument, pattern in RUNS.items():
             if pattern.fullmatch(name.lower()):
-                runs = f"{argument}={{{python_text(fields[0])}: {python_text(item.name)}}}{TRUSTED if trusted else ''}"
-                names = _list_text(fields[:1])
-                code = f"data = h5chunk.ChunkDataset({path}, fields={names}, {runs})"
+                divided = [name for name in fields if rows.get(name) == rows[fields[0]]]
+                pairs = ", ".join(f"{python_text(name)}: {python_text(item.name)}" for name in divided)
+                runs = f"{argument}={{{pairs}}}{TRUSTED if trusted else ''}"
+                code = f"data = h5chunk.ChunkDataset({path}, fields={_list_text(divided)}, {runs})"
                 return [f"if {item.name!r} has the {argument} of samples that are runs of rows: {code}"]
     return []
 

@@ -216,16 +216,16 @@ def recognise(
             fields = ", ".join(f"{python_text(name)}: {python_text(of)}" for name, of in found[0].items())
             data = f"data = h5chunk.{layout.reader}({path}, {{{fields}}}, {found[1]}{more}){layout.method}"
             return Recognised(layout.name, list(found[0].values()), loader_code(data), notes=layout.notes)
-    patterns, notes = _keyed(datasets)
+    patterns = _keyed(datasets)
     if not patterns:
         return None
     code = loader_code(_keyed_code(patterns, path, more))
-    return Recognised("a dataset or group for each sample", [], code, patterns, notes)
+    return Recognised("a dataset or group for each sample", [], code, patterns)
 
 
 def note_on_samples(datasets: Sequence[DatasetInfo], path: str, *, trusted: bool = False) -> list[str]:
     """Return a note on how to read similar datasets that may be samples, or may be fields with samples as rows."""
-    patterns, _ = _keyed(datasets, 2)
+    patterns = _keyed(datasets, 2)
     if not patterns:
         return []
     more = TRUSTED if trusted else ""
@@ -245,11 +245,11 @@ def loader_code(data: str) -> list[str]:
     return ["import h5chunk", data, f"loader = h5chunk.ChunkLoader(data, {BATCH})"]
 
 
-def _keyed(datasets: Sequence[DatasetInfo], min_samples: int = MIN_SAMPLES) -> tuple[list[str], list[str]]:
-    """Return the paths that many datasets of one type match, with * for the name of a sample, and notes on others.
+def _keyed(datasets: Sequence[DatasetInfo], min_samples: int = MIN_SAMPLES) -> list[str]:
+    """Return the paths that many datasets of one type match, with * for the name of a sample.
 
-    The paths are those of fields that `h5chunk.Keyed` can read together: each sample has all of them, and only one of
-    them differs in length between samples. They must have at least half of the bytes of all datasets in the file.
+    The paths are those of fields that `h5chunk.Keyed` can read together: each sample has all of them. They must have at
+    least half of the bytes of all datasets in the file.
     """
     items = {item.name.strip("/"): item for item in datasets if item.can_train or item.is_number}
     some = random.Random(0).sample(sorted(items), min(len(items), LOOKED_AT))
@@ -266,13 +266,13 @@ def _keyed(datasets: Sequence[DatasetInfo], min_samples: int = MIN_SAMPLES) -> t
     most = max(map(len, alike.values()), default=0)
     largest = {pattern: sum(item.num_bytes for item in of.values()) for pattern, of in alike.items() if len(of) == most}
     if most < min_samples:
-        return [], []
+        return []
     main = max(largest, key=lambda pattern: largest[pattern])
     shapes = {item.shape for item in alike[main].values()}
     if most < (MIN_SAMPLES if all(len(shape) == 1 for shape in shapes) else FEW_SAMPLES) and len(shapes) == 1:
-        return [], []  # columns of a table, or fields of one shape
+        return []  # columns of a table, or fields of one shape
     if most < FEW_SAMPLES and not all(re.search(r"\d", name) for name in alike[main]):
-        return [], []  # fields of different lengths
+        return []  # fields of different lengths
     own = {
         pattern: of
         for pattern, of in alike.items()
@@ -281,15 +281,8 @@ def _keyed(datasets: Sequence[DatasetInfo], min_samples: int = MIN_SAMPLES) -> t
     if 2 * sum(item.stored_bytes for of in own.values() for item in of.values()) < sum(
         item.stored_bytes for item in datasets
     ):
-        return [], []
-    names = sorted(own, key=lambda pattern: order_key(next(iter(own[pattern].values()))))
-    ragged = [name for name in names if len({item.shape[:1] for item in own[name].values()}) > 1]
-    notes = [
-        f"{name} also differs in length between samples, and h5chunk.Keyed reads one such field at a time: "
-        f"h5chunk.Keyed(..., {python_text(name)}) reads it in the same order of samples"
-        for name in ragged[1:]
-    ]
-    return [name for name in names if name not in ragged[1:]], notes
+        return []
+    return sorted(own, key=lambda pattern: order_key(next(iter(own[pattern].values()))))
 
 
 def _patterns(name: str) -> set[str]:
