@@ -26,7 +26,7 @@ from h5chunk.feed import kept_rows
 from h5chunk.feed.layout import slot_bytes
 from h5chunk.feed.slots import CsrWindow
 from h5chunk.store.read.reader import H5Reader
-from h5chunk.transforms import L2, Binarize, Csr, Dense, Log1p, Normalize, ToDtype
+from h5chunk.transforms import L2, Binarize, Csr, Dense, HoldOut, Log1p, Normalize, ToDtype
 
 TIGHT = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

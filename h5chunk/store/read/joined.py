@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FieldError, OptionError, count_text, names_text, printable, shown
+from h5chunk.errors import FieldError, OptionError, count_text, printable, shown
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import ImageSizes, RaggedField
 from h5chunk.store.read.samples import FieldReader, MappedRows
@@ -144,7 +144,7 @@ class Joined(Source):
 
 
 def main_part(parts: Sequence[Source]) -> int:
-    """Return the number of the part with the largest samples, of those whose samples differ in length if there are any."""
+    """Return the number of the part with the main field: see `Source`."""
     ragged = [number for number, part in enumerate(parts) if part.ragged is not None]
     return max(ragged or range(len(parts)), key=lambda each: parts[each].main.grid.sample_bytes)
 
