@@ -318,10 +318,10 @@ def test_options_that_do_not_fit(tmp_path, options, message):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_several_matrices_at_any_place(tmp_path, workers):
     first, second = random_matrix(40, 30, 5), random_matrix(40, 70, 8)
-    path = write(tmp_path / "a.h5", first, fields={"labels": np.arange(40)})
-    write_anndata(tmp_path / "b.h5", second)
-    with h5py.File(path, "a") as file, h5py.File(tmp_path / "b.h5") as other:
-        other.copy("X", file, "peaks")
+    path, other = write_anndata(tmp_path / "a.h5", first), write_anndata(tmp_path / "b.h5", second)
+    with h5py.File(path, "a") as file, h5py.File(other) as peaks:
+        peaks.copy("X", file, "peaks")
+        file["labels"] = np.arange(40)
     dataset = ChunkDataset(path, fields=("labels", "peaks", "X"))
     transforms = {"peaks": [Csr()], "X": [HoldOut(0.5, seed=1), Csr()]}
     for batches in (

@@ -137,12 +137,11 @@ def test_arrays_of_variable_length_are_read_without_hdf5(tmp_path: Path, storage
     assert sum(int(lengths.sum()) for _, lengths, _ in loader) == LENGTHS.sum() - LENGTHS[11] + 40_000
 
 
-@pytest.mark.parametrize("base", ["?", "c8", "f2", (np.int16, (2, 3))])
+@pytest.mark.parametrize("base", ["?", "c8", "f2"])
 def test_arrays_of_variable_length_of_other_types(tmp_path: Path, base: Any) -> None:
-    kind = np.dtype(base)
-    values = np.random.default_rng(0).integers(0, 2, (STARTS[-1], *kind.shape)).astype(kind.base)
+    values = np.random.default_rng(0).integers(0, 2, STARTS[-1]).astype(base)
     with h5py.File(tmp_path / "a.h5", "w") as file:
-        dataset = file.create_dataset("values", (COUNT,), h5py.vlen_dtype(kind))
+        dataset = file.create_dataset("values", (COUNT,), h5py.vlen_dtype(np.dtype(base)))
         for number in range(COUNT):
             dataset[number] = values[STARTS[number] : STARTS[number + 1]]
         file["label"] = np.arange(COUNT)

@@ -366,7 +366,7 @@ def test_remedies_for_fields_that_do_not_fit_together_work(tmp_path: Path) -> No
     lengths = np.arange(1, 9)
     fields(pt=np.arange(36.0), eta=-np.arange(36.0), lengths=lengths, label=np.arange(8))(path)
     note, scope = str(h5chunk.info(path)), dict[str, Any](h5chunk=h5chunk)
-    exec(note[note.index("data = h5chunk.ChunkDataset") :].splitlines()[0], scope)
+    exec(note[note.rindex("data = h5chunk.ChunkDataset") :].splitlines()[0], scope)
     assert scope["data"].fields == ("eta", "pt") and scope["data"].sample_lengths.tolist() == lengths.tolist()
 
     path = tmp_path / "d4rl.h5"

@@ -6,7 +6,6 @@ HDF5 File Format Specification, III.E (global heap) and VIII.B (disk format of v
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +49,7 @@ class VlenField(SeriesField):
         vlen_indptr(pointers, dataset, file.path, self.element)  # checks the lengths
         arrays = _heap_arrays(file, self.dataset, pointers, self.element)
         sizes = pointers["length"].astype(np.int64) * self.element.num_bytes
-        return Part(Elements, (arrays,), step_items=self.step_items, sizes=sizes)
+        return Part(Elements, (arrays,), sizes=sizes)
 
 
 class VlenOrigin:
@@ -79,7 +78,7 @@ def describe_vlen(dataset: h5py.Dataset, path: Path, name: str) -> VlenField:
         element = element_of(base, where)
     except UnsupportedError:
         element = None
-    if element is None or element.dtype.kind not in "biufc":
+    if element is None or element.shape or element.dtype.kind not in "biufc":
         raise UnsupportedError(f"{where} has arrays of an unsupported type ({type_text(base)}): {REMEDY}")
     if dataset.ndim != 1 or dataset.file.id.get_create_plist().get_sizes()[0] != 8:
         raise UnsupportedError(f"{where} has {dataset.ndim} axes, or addresses of fewer than 8 bytes: {REMEDY}")
@@ -88,10 +87,8 @@ def describe_vlen(dataset: h5py.Dataset, path: Path, name: str) -> VlenField:
     chunk_samples = good_chunk_samples(num_rows, total * element.dtype.itemsize // max(1, num_rows))
     chunk_samples = max(1, min(chunk_samples, num_rows))
     sizes, first = (num_rows, total, chunk_samples), pointers[:1].tobytes()
-    shape, dtype = element.shape, element.dtype
-    return VlenField(
-        name, dataset.name, *sizes, False, step_shape=shape, value_dtype=dtype, first=first, element=element
-    )
+    dtype = element.dtype
+    return VlenField(name, dataset.name, *sizes, False, step_shape=(), value_dtype=dtype, first=first, element=element)
 
 
 def read_pointers(dataset: h5py.Dataset, path: Path) -> np.ndarray:
@@ -181,4 +178,4 @@ def vlen_indptr(pointers: np.ndarray, dataset: h5py.Dataset, path: Path, element
             f"{printable(path)}: {dataset.name!r} claims {indptr[-1] * element.item_bytes} bytes, but the file has "
             f"{file_bytes}: it is damaged"
         )
-    return indptr * math.prod(element.shape)
+    return indptr
