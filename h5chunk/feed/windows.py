@@ -47,8 +47,9 @@ class Windows(ChunkDataset):
 
     Parameters
     ----------
-    path : path or sequence of paths
-        As for `ChunkDataset`. An episode never continues in another file.
+    path : path, sequence of paths, or mapping of str to these
+        As for `ChunkDataset`. An episode never continues in another file. A mapping, such as ``{"obs": "obs.h5",
+        "actions": "actions.h5"}``, is for fields without ``*``, and excludes ``constants`` and ``attributes``.
     fields : sequence or mapping of str
         Datasets with one row per time step; a mapping gives them names. If each episode is a group, ``*`` takes the
         place of its name, as in ``{"actions": "data/*/actions"}``. Other names of a path may have a ``*``, too, also
@@ -114,7 +115,7 @@ class Windows(ChunkDataset):
 
     def __init__(
         self,
-        path: Paths,
+        path: Paths | Mapping[str, Paths],
         fields: Fields,
         length: int,
         *,

@@ -529,6 +529,34 @@ class Episodes(Kind):
         return found
 
 
+class EpisodesInTwoFiles(Episodes):
+    """Windows of frames in one file, and of actions in another."""
+
+    def write(self, folder: Path, seed: int) -> list[Path]:
+        [path] = super().write(folder, seed)
+        x, y = folder / f"x{seed}.h5", folder / f"y{seed}.h5"
+        with h5py.File(path) as file, h5py.File(x, "w") as first, h5py.File(y, "w") as second:
+            file.copy("images", first)
+            file.copy("actions", second)
+            file.copy("lengths", second)
+        return [x, y]
+
+    def open(self, paths: Sequence[Any], *, numbered: bool = False, **options: Any) -> Any:
+        x, y = ([path for path in paths if name in str(path).rpartition("/")[2]] for name in "xy")
+        return super().open({"images": x, "actions": y}, numbered=numbered, **options)  # type: ignore[arg-type]
+
+    def samples(self, paths: Sequence[Path]) -> list[Sample]:
+        found = []
+        for x, y in zip(paths[::2], paths[1::2], strict=True):
+            with h5py.File(x) as first, h5py.File(y) as second:
+                found += self.read({**first, **second})  # type: ignore[arg-type]
+        return found
+
+    def stored(self, paths: Sequence[Path]) -> np.ndarray:
+        with h5py.File(paths[0]) as file:
+            return np.asarray(file["images"][()])
+
+
 class Volumes(Kind):
     """Patches of volumes, at positions that are drawn in each epoch; or tiles."""
 
@@ -642,6 +670,7 @@ KINDS: list[Kind] = [
         empty={**EachDataset.empty, "transform": OF_BATCHES},
     ),
     Episodes("episodes by lengths"),
+    EpisodesInTwoFiles("episodes in two files"),
     Episodes("episodes as files", where="files"),
     Episodes("episodes as groups", **GROUPS),
     Episodes("episodes as groups, gzip", layout={"chunks": (4, 8, 6, 3), "compression": "gzip"}, **GROUPS),

@@ -228,3 +228,33 @@ def test_fields_have_axes_of_their_own(tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=text):
             h5chunk.ChunkDataset(x, **options)  # type: ignore[arg-type]
+
+
+def test_windows_have_fields_in_several_files(tmp_path: Path) -> None:
+    lengths = [10, 14, 16]
+    x = write(tmp_path / "x.h5", images=IMAGES, length=lengths)
+    y = write(tmp_path / "y.h5", vectors=VECTORS, step=np.arange(N), done=np.isin(np.arange(N), [9, 23, 39]))
+    fields = ["images", "vectors"]
+    for options in ({"episode_lengths": "length"}, {"episode_ends": "done"}, {"episode_lengths": lengths}):
+        windows = h5chunk.Windows({"images": x, "vectors": y}, fields, 4, **options)
+        starts = windows.values("step")
+        assert starts.tolist() == [at for at in range(N) if at + 3 < 10 or 10 <= at < 21 or 24 <= at < 37]
+        with h5chunk.ChunkLoader(windows, 8) as loader:
+            batches = [tuple(field.clone() for field in batch) for batch in loader]
+        for images, vectors in (windows[range(len(windows))], *batches):
+            found = [int((image.numpy() == IMAGES).all((1, 2)).argmax()) for image in images[:, 0]]
+            assert all((IMAGES[at : at + 4] == own.numpy()).all() for at, own in zip(found, images, strict=True))
+            assert all((VECTORS[at : at + 4] == own.numpy()).all() for at, own in zip(found, vectors, strict=True))
+    for number in range(3):
+        write(tmp_path / f"a{number}.h5", images=IMAGES[number * 10 : number * 10 + 10])
+        write(tmp_path / f"b{number}.h5", vectors=VECTORS[number * 10 : number * 10 + 10])
+    paths = {"images": str(tmp_path / "a*.h5"), "vectors": str(tmp_path / "b*.h5")}
+    assert len(h5chunk.Windows(paths, fields, 4)) == 21
+    for given, options, error, text in (
+        ({**paths, "vectors": y}, {}, FieldError, "differ in length .* 40 samples"),
+        ({"images": x, "vectors": y}, {"constants": ["vectors"]}, OptionError, "pass a path for all fields"),
+        ({"images": paths["images"], "vectors": [str(tmp_path / "b.h5")]}, {}, FieldError, "each file is an episode"),
+    ):
+        write(tmp_path / "b.h5", vectors=VECTORS[:30])
+        with pytest.raises(error, match=text):
+            h5chunk.Windows(given, fields, 4, **options)

@@ -137,6 +137,7 @@ def reopen_with_fields(reader: Source, fields: Mapping[str, str]) -> Source:
     """Open other fields of the same file or files. Raises FieldError if these have no rows for the samples."""
     for name in fields:
         reader.check_rows(name)
+        reader = reader.part_of(name)
     return _open([single.path for single in reader.readers], fields, reader.path, reader.trusted, reader.checksums)
 
 

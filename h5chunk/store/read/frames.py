@@ -28,7 +28,7 @@ from h5chunk.store.read.episodes import (
 )
 from h5chunk.store.read.field_readers import read_rows
 from h5chunk.store.read.fields import FrameDataset, FrameDecoder
-from h5chunk.store.read.files import Paths, check_shards, list_data_files, open_reader
+from h5chunk.store.read.files import Paths, check_shards, list_data_files, open_joined, open_reader
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.source import Source
@@ -39,7 +39,7 @@ ENDS = "ends"
 
 
 def open_frames(
-    path: Paths,
+    path: Paths | Mapping[str, Paths],
     fields: Mapping[str, str],
     decoder: FrameDecoder,
     trusted: bool,
@@ -55,9 +55,27 @@ def open_frames(
     If the paths in ``fields`` have ``*``, each text that they match is an episode. Otherwise, ``tables`` has where
     episodes begin or end, by kind (see `find_borders`); if it is empty, each file is an episode. The fields that are
     named in ``constants``, and those without axes, have one value per episode. ``attributes`` of episodes are such
-    fields, too; their values are those of episodes that lack them, or None. Raises OptionError if a name has several
-    ``*``, or if some paths have more of them than others.
+    fields, too; their values are those of episodes that lack them, or None. If ``path`` is a mapping of fields to
+    files, only rows are read. Raises OptionError if a name has several ``*``, or if some paths have more of them than
+    others.
     """
+    if isinstance(path, Mapping):
+        if constants or attributes or any("*" in each for each in fields.values()):
+            raise OptionError(
+                "path is a mapping of fields to files, which may neither have constants or attributes, nor groups for "
+                "episodes (with a *): pass a path for all fields"
+            )
+        datasets = {name: FrameDataset(fields[name], decoder) for name in fields}
+        joined = open_joined(path, datasets, trusted=trusted, checksums=checksums, remote=remote)
+        borders, _ = find_borders(joined, tables, trusted)
+        for each in fields if not tables else ():
+            if not np.array_equal(joined.part_of(each).starts, joined.starts):
+                raise FieldError(
+                    f"{printable(joined.path)}: the files of {each!r} have other lengths than those of "
+                    f"{joined.main.name!r}, but each file is an episode: pass episode_lengths or episode_ends"
+                )
+        numbers = [*map(str, range(len(borders) - 1))]
+        return Episodes([joined], borders, numbers if tables else episode_names(joined), {})
     of_rows = {name: path for name, path in fields.items() if name not in constants}
     alone = {name: parse("fields", {name: fields[name]})[name] for name in fields if name in constants}
     wanted = EpisodeFields(parse("fields", of_rows), alone, attributes)
@@ -258,7 +276,8 @@ def find_borders(frames: Source, tables: Mapping[str, Sequence[Table]], trusted:
                 raise OptionError(f"{where}: an episode would continue in another file: join the files, or the episode")
             in_files = np.searchsorted(borders, frames.starts)
             return borders, np.append(in_files[:-1], len(borders) - 1)
-        for reader, (start, stop) in zip(frames.readers, pairwise(frames.starts.tolist()), strict=True):
+        source = next((frames.part_of(each) for each in given if isinstance(each, str)), frames)
+        for reader, (start, stop) in zip(source.readers, pairwise(source.starts.tolist()), strict=True):
             values = [
                 (f"{printable(reader.path)}: {each!r}", _read_table(reader, each, trusted))
                 if isinstance(each, str)

@@ -52,6 +52,7 @@ class Joined(Source):
             trusted=leading.trusted,
             checksums=leading.checksums,
             main=leading.main.name,
+            starts=leading.starts if of_main is None else np.searchsorted(of_main, leading.starts),
             chunk_samples=chunk_samples,
             chunk_starts=chunk_starts,
             is_rows=True,
@@ -70,6 +71,11 @@ class Joined(Source):
             lengths = np.diff(self.parts[number].indptr_of(name))
             return replace(field, num_rows=num_samples, num_entries=int(lengths[rows].sum()))
         return replace(field, grid=replace(field.grid, shape=(num_samples, *field.grid.shape[1:])))
+
+    @property
+    def readers(self) -> tuple[Source, ...]:
+        """The sources of the files of the part with the main field."""
+        return self.parts[self._main_part].readers
 
     @property
     def file_list(self) -> list[SourceFile]:

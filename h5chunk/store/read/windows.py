@@ -23,7 +23,7 @@ from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.plan.selection import starts_of_runs
 from h5chunk.store.read.fields import WINDOW, Field
 from h5chunk.store.read.samples import FieldReader, WindowRows
-from h5chunk.store.read.source import Computed, Groups, Source
+from h5chunk.store.read.source import Computed, Groups, Source, SourceFile
 
 GOAL_STREAM = 128  # stream of the random numbers that choose goals
 TINY_BYTES = 32  # a window of tiny frames may keep this many bytes per frame that it uses
@@ -100,6 +100,10 @@ class WindowReader(Source):
     @property
     def readers(self) -> tuple[Source, ...]:
         return self.frames.readers if self.frames.is_set else (self,)
+
+    @property
+    def file_list(self) -> list[SourceFile]:
+        return self.frames.file_list
 
     @property
     def epoch_samples(self) -> int:  # type: ignore[override]
