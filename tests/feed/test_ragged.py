@@ -227,6 +227,27 @@ def test_batches_are_limited_by_the_first_field_that_differs_in_length(tmp_path:
                 assert (own.sum() if pack else len(own) * own.max()) <= 100
 
 
+def test_fields_that_differ_in_length_in_several_files(tmp_path: Path) -> None:
+    first, second, order = _make_jets(tmp_path / "a.h5"), tmp_path / "b.h5", np.random.default_rng(3).permutation(COUNT)
+    with h5py.File(second, "w") as file:
+        file["label"], file["marks"] = order, np.concatenate([np.full(n % 7, n) for n in order])
+        file["counts"] = order % 7
+    dataset = h5chunk.ChunkDataset(
+        {"pt": first, "marks": second, "label": first},
+        offsets={"pt": "starts"},
+        lengths={"marks": "counts"},
+        key="label",
+        fields=["marks", "label", "pt"],
+    )
+    with h5chunk.ChunkLoader(dataset, 8) as loader:
+        seen = list[int]()
+        for marks, counts, labels, _, lengths in loader:
+            assert counts.tolist() == (labels % 7).tolist() and lengths.tolist() == LENGTHS[labels].tolist()
+            assert all((row[: label % 7] == label).all() for row, label in zip(marks, labels.tolist(), strict=True))
+            seen += labels.tolist()
+        assert sorted(seen) == list(range(COUNT))
+
+
 def test_lengths_that_contradict_only_one_field_are_errors(tmp_path: Path) -> None:
     path = _make_jets(tmp_path / "a.h5")
     with h5py.File(path, "a") as file:
@@ -335,6 +356,18 @@ def test_batches_on_a_gpu_are_those_on_the_cpu(
                         pairs = zip(batches, expected, strict=True)
                         assert all(all(map(torch.equal, own, other)) for own, other in pairs)
                     assert sorted(torch.cat([batch[2] for batch in batches]).tolist()) == list(range(COUNT))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("resident", [False, True])
+def test_several_fields_on_a_gpu(tmp_path: Path, resident: bool) -> None:
+    tables: Any = {"offsets": {"pt": "starts", "eta": "starts"}, "lengths": {"hits": "hits_of"}}
+    dataset = h5chunk.ChunkDataset(_make_jets(tmp_path / "a.h5"), fields=["label", "pt", "eta", "hits"], **tables)
+    options: Any = {"resident": resident, "transforms": {"eta": [Pack()]}}
+    with h5chunk.ChunkLoader(dataset, 8, device="cuda", **options) as loader:
+        for batch, expected in zip(loader, h5chunk.ChunkLoader(dataset, 8, **options), strict=True):
+            assert all(torch.equal(own.cpu(), other) for own, other in zip(batch, expected, strict=True))
 
 
 @pytest.mark.gpu
