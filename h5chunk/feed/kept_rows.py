@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import numpy as np
@@ -90,16 +90,16 @@ class KeptRows:
                 _free(own, low * array.itemsize, high * array.itemsize)
 
 
-def num_kept_chunks(reader: Source, layout: MatrixLayout, order: Order, num_workers: int) -> int:
-    """Return the number of chunks that each worker keeps for an order.
+def num_kept_chunks(reader: Source, layouts: Iterable[MatrixLayout], order: Order, num_workers: int) -> int:
+    """Return the number of chunks of some matrices that each worker keeps for an order.
 
     Return 0 if they would need too much memory, or if the order uses less than half of the rows in its chunks.
     """
     num_chunks = max(1, -(-reader.num_samples // reader.chunk_samples))
-    chunk_bytes = max(1, layout.sample_bytes * reader.num_samples // num_chunks)
+    chunk_bytes = max(1, sum(layout.sample_bytes for layout in layouts) * reader.num_samples // num_chunks)
     num_open = min(order.open_chunks_of(num_workers), num_chunks)
     used = order.num_samples / (reader.chunk_samples * order.num_chunks)
-    if num_open * chunk_bytes > MAX_OPEN_BYTES or used < MIN_USED or not layout.indptr[-1]:
+    if num_open * chunk_bytes > MAX_OPEN_BYTES or used < MIN_USED:
         return 0
     return max(num_open, KEPT_BYTES // num_workers // chunk_bytes)
 

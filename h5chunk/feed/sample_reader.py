@@ -35,7 +35,7 @@ from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.stamp import stamp_of
 from h5chunk.store.read.field_readers import field_readers, read_small_fields
-from h5chunk.store.read.fields import Field
+from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.open_files import OpenFiles, held_ranges, remote_ranges
 from h5chunk.store.read.ragged import ImagesField, RaggedField, SeriesField
 from h5chunk.store.read.reader import Source
@@ -391,10 +391,11 @@ class _OpenFields:
 
     def _keep(self, name: str, order: Order) -> KeptRows | None:
         layout, worker = self.layouts[name], get_worker_info()
-        if not self.fields[name].is_raw:
+        if not self.fields[name].is_raw or not layout.indptr[-1]:
             return None
-        num_chunks = num_kept_chunks(self._reader, layout, order, 1 if worker is None else worker.num_workers)
-        if num_chunks:
+        num_workers = 1 if worker is None else worker.num_workers
+        matrices = [self.layouts[each] for each, field in self._reader.fields.items() if isinstance(field, MatrixField)]
+        if num_chunks := num_kept_chunks(self._reader, matrices, order, num_workers):
             with suppress(OSError):  # some machines refuse to reserve so much memory
                 return KeptRows(self._reader, layout, num_chunks, partial(self.read, name))
         return None

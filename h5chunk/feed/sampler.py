@@ -154,10 +154,11 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     seed : int
     batch_elements : int, optional
         For samples that differ in length: the maximum number of elements in a batch. An element is a step along the
-        first axis. Elements that pad samples to the longest of the batch count, except with ``padded=False``, as for
-        `h5chunk.transforms.Pack`. All ranks have the same number of batches, because some ranks cut their largest
-        batches in two; the number differs a little between epochs. With ``drop_last``, the last batch of an epoch is
-        left out. A window has at least 8 batches of average size.
+        first axis, in the first field whose samples differ in length (`ChunkDataset.lengths_field`). Elements that pad
+        samples to the longest of the batch count, except with ``padded=False``, as for `h5chunk.transforms.Pack`. All
+        ranks have the same number of batches, because some ranks cut their largest batches in two; the number differs a
+        little between epochs. With ``drop_last``, the last batch of an epoch is left out. A window has at least 8
+        batches of average size.
     padded : bool
         See ``batch_elements``.
     bucket_batches : int

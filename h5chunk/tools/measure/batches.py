@@ -149,7 +149,7 @@ def plain_rate(
     options = {f"rdcc_{name}": value for name, value in asdict(cache).items()} if cache else {}
     with open_file(reader.path, **options) as file:
         datasets = [file[field.dataset] for field in reader.fields.values() if isinstance(field, Field)]
-        read_row = _row_reader(file, reader.ragged)
+        others = [_row_reader(file, field) for field in reader.ragged_fields.values()]
         started = time.perf_counter()
         while not done or not warm or time.perf_counter() < started + seconds:
             if not warm and time.perf_counter() >= started + seconds:
@@ -158,7 +158,8 @@ def plain_rate(
             for row in next(batches).tolist():
                 for dataset, column in zip(datasets, samples, strict=True):
                     column.append(dataset[row])
-                read_row(row)
+                for read_row in others:
+                    read_row(row)
                 done += 1
                 if time.perf_counter() >= started + seconds:
                     break
@@ -167,10 +168,8 @@ def plain_rate(
         return done / (time.perf_counter() - started)
 
 
-def _row_reader(file: h5py.File, field: RaggedField | None) -> Callable[[int], Any]:
+def _row_reader(file: h5py.File, field: RaggedField) -> Callable[[int], Any]:
     """Return a function that reads a matrix row, an array or an image, as a plain training loop would."""
-    if field is None:
-        return lambda row: None
     group = file[field.dataset]
     if isinstance(field, MatrixField):
         columns = field.num_columns
