@@ -35,6 +35,7 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.permutation import SPLIT, ShuffledSequence, permutation
 from h5chunk.plan.selection import FixedSelection, SelectionSequence, select_samples, split_samples
 from h5chunk.remote.mirror import remote_options
+from h5chunk.store.hdf5.packing import check_decode
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.field_readers import NOTABLE, field_readers, read_amplification, read_rows
 from h5chunk.store.read.fields import Field, Fields, parse_fields
@@ -107,6 +108,12 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     checksums : {"off", "first", "always"}
         Check chunks against the checksums of a converted file: once per process, or at every read. This reads complete
         chunks, even if only a few of their samples are needed.
+    decode : {"cf"}, optional
+        Unpack the numbers of netCDF files by the CF conventions: value = stored value * ``scale_factor`` +
+        ``add_offset``; ``_FillValue``, ``missing_value`` and values outside of ``valid_range`` become NaN. The result
+        is float32, or float64 for stored float64 and for integers of 32 or 64 bits unless their scale is float32. With
+        ``_Unsigned``, signed integers are read as unsigned ones. Each file, episode or volume may be packed in another
+        way. Only datasets with such attributes are converted. Default: the stored numbers.
     transform : callable, list of callables, or dict of lists, optional
         Applied to the first field of each sample, as torchvision's ``transform`` is to the image, or to several fields
         by name. If the first transforms are objects of `h5chunk.transforms` that augment images or convert a matrix,
@@ -148,6 +155,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         missing: str = DROP,
         trusted: bool = False,
         checksums: str = OFF,
+        decode: str | None = None,
         transform: Callable[[Any], Any] | Transforms | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
@@ -157,16 +165,24 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             fields = list(path)
         named = parse_fields(fields, sample_axis, offsets=offsets, lengths=lengths)
         remote = remote_options(cache_dir, cache_bytes, storage_options)
+        self._decode = check_decode(decode)
         stored, self._numbered = (None, []) if named is None else without_numbers(named)
         if isinstance(path, Source):  # of a subclass, with the fields that it names
             self._reader = path
         elif isinstance(path, Mapping):
-            options: dict[str, Any] = {"trusted": trusted, "checksums": checksums, "remote": remote}
+            options: dict[str, Any] = {
+                "trusted": trusted,
+                "checksums": checksums,
+                "remote": remote,
+                "decode": self._decode,
+            }
             self._reader = open_joined(path, stored, key=key, missing=missing, **options)
         else:
             if key is not None:
                 raise OptionError(f"key is {key!r}, but path has no file for each field: pass {MAPPING}")
-            self._reader = open_reader(path, stored, trusted=trusted, checksums=checksums, remote=remote)
+            self._reader = open_reader(
+                path, stored, trusted=trusted, checksums=checksums, decode=self._decode, remote=remote
+            )
             if are_images(self._reader.readers, surely=True):
                 names = [field.dataset for field in self._reader.fields.values()]
                 warnings.warn(

@@ -16,6 +16,7 @@ from h5chunk.feed.dataset import SAMPLE_NUMBER, ChunkDataset, without_numbers
 from h5chunk.remote.mirror import remote_options
 from h5chunk.store.hdf5.keyed_index import KeyedIndex, Wanted
 from h5chunk.store.hdf5.keyed_list import open_index
+from h5chunk.store.hdf5.packing import check_decode
 from h5chunk.store.hdf5.patterns import parse_samples
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.files import Paths, list_data_files, single_file
@@ -72,7 +73,7 @@ class Keyed(ChunkDataset):
         Fields that are parts of the samples' keys as class numbers (int64), by name. ``{"label": 0}`` is the first
         part: for ``"*/*/pixels"``, the name of the outer group. The classes are sorted by name; `classes` has the names
         of a single such field, and `categories` of any. A negative number counts from the last part.
-    transform, trusted, cache_dir, cache_bytes, storage_options
+    transform, trusted, decode, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
     checksums : {"off"}
         The samples are not compared with checksums.
@@ -99,6 +100,7 @@ class Keyed(ChunkDataset):
         transform: Any = None,
         trusted: bool = False,
         checksums: str = OFF,
+        decode: str | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -135,7 +137,7 @@ class Keyed(ChunkDataset):
                 f"pattern has {next(iter(patterns.values()))!r} without a *, which makes each file a sample, "
                 "but path is one file: use a * in place of the names of samples, as in 'traces/*/data'"
             )
-        wanted = Wanted(patterns, defaults, trusted)
+        wanted = Wanted(patterns, defaults, trusted, decode=check_decode(decode))
         index = open_index(files, wanted, partial(progress or _Line(), "index"))
         self._classes = {}
         for name, part in labels.items():
@@ -143,6 +145,7 @@ class Keyed(ChunkDataset):
         super().__init__(
             keyed_source(files, wanted, index),
             fields={**patterns, **dict.fromkeys(numbered, SAMPLE_NUMBER)},
+            decode=decode,
             transform=transform,
         )
 

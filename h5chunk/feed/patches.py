@@ -25,6 +25,7 @@ from h5chunk.plan.patches import CELL_BYTES, RandomPatches, Starts, Tiles, cell_
 from h5chunk.plan.permutation import MAX_SEED
 from h5chunk.remote.mirror import remote_options
 from h5chunk.store.hdf5.child import try_files
+from h5chunk.store.hdf5.packing import check_decode
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.field_readers import field_readers
 from h5chunk.store.read.fields import Fields, named_paths
@@ -100,7 +101,7 @@ class Patches(ChunkDataset):
         without the halo.
     seed : int
         Random seed for the positions.
-    transform, trusted, checksums, cache_dir, cache_bytes, storage_options
+    transform, trusted, checksums, decode, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
 
     Raises
@@ -129,6 +130,7 @@ class Patches(ChunkDataset):
         transform: Any = None,
         trusted: bool = False,
         checksums: str = OFF,
+        decode: str | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -150,9 +152,9 @@ class Patches(ChunkDataset):
         weigher, weighed = weights_field(weights, fields)
         of_field = channels if isinstance(channels, Mapping) else dict.fromkeys((*fields, WEIGHTS), channels)
         leading = {name: of_field.get(name) for name in (*fields, WEIGHTS)}
-        opened_as = {**fields, **weigher}, size, leading, trusted
+        opened_as = {**fields, **weigher}, size, leading, check_decode(decode), trusted
         if not trusted:
-            made_for = repr((fields, weigher, size, channels, checksums))
+            made_for = repr((fields, weigher, size, channels, checksums, decode))
             try_files(files, probe_volumes, checksums, *opened_as, purpose=made_for)
         found, names = open_volumes(files, *opened_as)
         weighed_field = found.pop(WEIGHTS, None)
@@ -181,7 +183,7 @@ class Patches(ChunkDataset):
                     stacklevel=2,
                 )
         source = PatchReader(opened, padded, names, plan, has_positions=positions)
-        super().__init__(source, fields=named, transform=transform)
+        super().__init__(source, fields=named, decode=decode, transform=transform)
 
     def _check_sizes(self, names: Sequence[str], size: tuple[int, ...], margin: np.ndarray, padding: Any) -> None:
         small = np.flatnonzero((self._shapes < np.array(size) + 2 * margin).any(axis=1))
@@ -264,7 +266,11 @@ class Patches(ChunkDataset):
         other = copy(self)
         fields = {name: SAMPLE_NUMBER if name in self._numbered else name for name in self.fields}
         ChunkDataset.__init__(
-            other, source.with_plan(tiles, has_positions=True), fields=fields, transform=self.transform
+            other,
+            source.with_plan(tiles, has_positions=True),
+            fields=fields,
+            decode=self._decode,
+            transform=self.transform,
         )
         return other
 

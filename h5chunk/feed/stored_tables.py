@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy as np
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.statistics import FieldStatistics, merged, read_statistics
+from h5chunk.store.hdf5.open import opened
+from h5chunk.store.hdf5.types import element_of
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import reopen_with_fields
 from h5chunk.store.read.source import Source
@@ -22,6 +25,7 @@ class StoredNames:
     """Base class of data sets, which reads the tables in their files. Each table is read only once."""
 
     _reader: Source
+    _decode: str  # how packed numbers are converted
     _samples: np.ndarray | None  # of a subset
     samples: Any  # the number of each sample in the files
     _tables: dict[str, np.ndarray]  # tables that were read, shared by all subsets
@@ -125,7 +129,11 @@ class StoredNames:
         ``h5chunk info FILE --stats`` computes them once, for all subsets. Raises FieldError if they have not been
         computed, or if the file has changed since then.
         """
-        return merged([read_statistics(path, dataset.strip("/")) for path, dataset in self._reader.datasets_of(field)])
+        found = [
+            _unpacked(read_statistics(path, dataset.strip("/")), path, dataset, self._decode)
+            for path, dataset in self._reader.datasets_of(field)
+        ]
+        return merged(found)
 
     def _of_samples(self, name: str) -> np.ndarray:
         source, rows = self._reader.rows_of_samples(name, self.samples)
@@ -153,6 +161,35 @@ class StoredNames:
             table.flags.writeable = False  # all callers get the same array
             self._tables[name] = table
         return self._tables[name]
+
+
+def _unpacked(found: FieldStatistics, path: Path, dataset: str, decode: str) -> FieldStatistics:
+    """Convert the statistics of stored values to those of unpacked values."""
+    if not decode:
+        return found
+    where = f"{printable(path)}: {dataset!r}"
+    packing = None
+    if "*" not in dataset:
+        with opened(path) as file:
+            item = file[dataset]
+            packing = element_of(item, where, (), decode).packing
+            if packing is None:
+                return found
+            stored = item.dtype
+    if packing is None or packing.numbers != packing.stored or (packing.low, packing.high) != (None, None):
+        raise FieldError(
+            f"{where} has statistics of stored values, which do not show those of unpacked values, because there are "
+            "several datasets, or its values have limits (valid_range) or are unsigned: compute them from batches"
+        )
+    unit = 255 if stored == np.uint8 else 1  # statistics of uint8 are those of values from 0 to 1
+    columns = {
+        name: tuple(value * unit * packing.scale + packing.offset for value in getattr(found, name))
+        for name in ("mean", "minimum", "maximum")
+    }
+    if packing.scale < 0:
+        columns["minimum"], columns["maximum"] = columns["maximum"], columns["minimum"]
+    std = tuple(value * unit * abs(packing.scale) for value in found.std)
+    return FieldStatistics(found.count, std=std, num_missing=found.num_missing, **columns)
 
 
 def name_of_sample(reader: Source, number: int) -> str:

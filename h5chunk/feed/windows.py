@@ -16,6 +16,7 @@ from h5chunk.feed.frame_decoder import FRAME_DECODER, import_decoders
 from h5chunk.plan.episodes import anchors_inside, needed_steps
 from h5chunk.plan.permutation import MAX_SEED
 from h5chunk.remote.mirror import remote_options
+from h5chunk.store.hdf5.packing import check_decode
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.encoded import EncodedField
 from h5chunk.store.read.fields import Field, Fields, named_paths
@@ -102,7 +103,7 @@ class Windows(ChunkDataset):
         means that no episode may lack it.
     seed : int
         Random seed for ``goal="future"``.
-    transform, trusted, checksums, cache_dir, cache_bytes, storage_options
+    transform, trusted, checksums, decode, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
 
     Raises
@@ -133,6 +134,7 @@ class Windows(ChunkDataset):
         transform: Any = None,
         trusted: bool = False,
         checksums: str = OFF,
+        decode: str | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -161,6 +163,7 @@ class Windows(ChunkDataset):
             tables=tables,
             constants=constants,
             attributes=defaults,
+            decode=check_decode(decode),
         )
         goals = {name: of for name, of in goals.items() if of not in episodes.constants}
         episodes = episodes._replace(
@@ -185,7 +188,7 @@ class Windows(ChunkDataset):
         steps |= dict.fromkeys(goals, LAST)
         futures = [name for name in goals if kinds[goals[name]] == "future"]
         source = WindowReader(episodes, anchors, steps, futures=futures, masks=masks, seed=seed)
-        super().__init__(source, fields=named, transform=transform)
+        super().__init__(source, fields=named, decode=decode, transform=transform)
 
     @property
     def episodes(self) -> np.ndarray:

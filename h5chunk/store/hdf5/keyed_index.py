@@ -61,6 +61,7 @@ class Wanted(NamedTuple):
     attributes: Mapping[str, Any]
     trusted: bool = False
     kinds: str = "biufcSV"  # kinds of NumPy dtypes that a field may have
+    decode: str = ""  # how packed numbers are converted
 
     @property
     def outer(self) -> str:
@@ -76,7 +77,7 @@ class Wanted(NamedTuple):
     def made_for(self) -> list[Any]:
         """Return the JSON object that identifies an index of these."""
         defaults = [[name, repr(value)] for name, value in self.attributes.items()]
-        return [[list(each) for each in self.patterns.items()], defaults, self.trusted]
+        return [[list(each) for each in self.patterns.items()], defaults, self.trusted, self.kinds, self.decode]
 
 
 @dataclass
@@ -91,8 +92,8 @@ class FieldIndex:
     those of the values of an enumeration.
 
     A description has the shape of a chunk, which is empty for contiguous samples; whether partial chunks have no
-    filters, and the filters; and the size of an element in the file and in memory, and its encoded type in the file,
-    which is empty if the element is stored as in memory.
+    filters, and the filters; and the size of an element in the file and in memory, and a text that identifies its type
+    in the file and its packing, which is empty if the element is stored as in memory.
     """
 
     dtype: np.dtype

@@ -202,7 +202,7 @@ def _walk(start: h5py.Group, groups: list[str], key: bytes, guard: Guard, keys: 
 
 def _list_part(say: Say, part: Sequence[Keys], wanted: Wanted) -> KeyedIndex:
     """List the samples of a part."""
-    fields = {name: _FieldLister(name, wanted.kinds) for name in wanted.patterns}
+    fields = {name: _FieldLister(name, wanted) for name in wanted.patterns}
     values: dict[str, list[Any]] = {name: [] for name in wanted.attributes}
     done = 0
     for path, all_hard, keys in part:
@@ -318,14 +318,13 @@ class _Lister:
 class _FieldLister:
     """Lists the blocks of the datasets of one field."""
 
-    def __init__(self, name: str, kinds: str) -> None:
-        self._name, self._of_values = name, kinds
+    def __init__(self, name: str, wanted: Wanted) -> None:
+        self._name, self._of_values, self._decode = name, wanted.kinds, wanted.decode
         self.path: str | None = None  # of the dataset in a sample, if the field is a member
         self.member: tuple[str, ...] = ()
         self._first: tuple[Any, tuple[int, ...]] | None = None  # type and shape
         self._kinds: list[tuple[Any, list[Any]]] = []  # creation properties, and description
-        self._kinds_of: dict[tuple[int, ...], list[int]] = defaultdict(list)  # numbers of kinds, from 1, by chunk shape
-        self._converted = 0  # number of the kind of contiguous samples whose elements must be converted
+        self._kinds_of: dict[Any, list[int]] = defaultdict(list)  # numbers of kinds, from 1, by chunk shape and type
         self.is_text, self.texts = False, list[bytes]()  # whether each sample is one string, which the index has
         self._pointers: dict[int, bytes] = {}  # by the number of the sample, of the strings in the heap of the file
         self._shapes: list[tuple[int, ...]] = []
@@ -367,6 +366,11 @@ class _FieldLister:
         if self.is_text or dataset.get_type() != kind or len(shape) != len(first) or shape[1:] != first[1:]:
             self._check(dataset, where)
             raise differs(where, self._name, (shape, type_text(dataset.get_type())), (first, type_text(kind)))
+        if self._decode and self.names:
+            model = self._element.dtype
+            self._set_element(h5py.Dataset(dataset), where)
+            if self._element.dtype != model:
+                raise differs(where, self._name, (shape, self._element.dtype), (first, model))
         self.names.append(where)
         self._shapes.append((*shape, *self._element.shape))
         number, blocks = self._stored(dataset, shape, where)
@@ -380,14 +384,19 @@ class _FieldLister:
         self._check(dataset, where)
         if not self.is_text:
             try:
-                self._element = element_of(kind, f"{where}: {self._name!r}", self.member)
+                self._set_element(item, where)
             except FieldError as error:
                 raise type(error)(f"{error}; or leave the field out") from None
             if self._element.dtype.kind not in self._of_values:
                 raise FieldError(f"{where}: {self._name!r} {type_problem(item.dtype)}, or leave the field out")
         self._has_places = not is_variable(kind)  # otherwise, only HDF5 knows where a member is
-        self._type = "" if self.is_text or self._element.is_plain else base64.b85encode(kind.encode()).decode()
         self._first = kind.copy(), dataset.shape
+
+    def _set_element(self, dataset: h5py.Dataset, where: str) -> None:
+        """Note how the elements of a sample are stored."""
+        self._element = element_of(dataset, f"{where}: {self._name!r}", self.member, self._decode)
+        kind = base64.b85encode(dataset.id.get_type().encode()).decode()
+        self._type = "" if self._element.is_plain else f"{kind} {self._element.packing or ''}"
 
     def _add_text(self, dataset: Any, where: str) -> None:
         """Add a sample that is one string."""
@@ -452,9 +461,12 @@ class _FieldLister:
         if offset is not None:
             if not 0 <= offset <= self._file_bytes - num_bytes:
                 raise FileError(f"{where} is damaged: {self._name!r} extends beyond the end of the file")
-            if self._type and not self._converted:
-                self._converted = self._add_kind(None, [], [False, []])
-            return self._converted, [(offset, num_bytes, 0)]
+            if not self._type:
+                return CONTIGUOUS, [(offset, num_bytes, 0)]
+            alike = self._kinds_of[(), self._type]
+            if not alike:
+                alike.append(self._add_kind(None, [], [False, []]))
+            return alike[0], [(offset, num_bytes, 0)]
         properties = dataset.get_create_plist()
         layout = properties.get_layout()
         if layout == h5py.h5d.CHUNKED and not (self._has_block and leaves_out_user_block()):
@@ -478,7 +490,7 @@ class _FieldLister:
         self, dataset: Any, shape: tuple[int, ...], properties: Any, where: str
     ) -> tuple[int, list[tuple[int, int, int]]]:
         chunk = properties.get_chunk()  # H5Pequal does not compare its last axis
-        alike = self._kinds_of[chunk]
+        alike = self._kinds_of[chunk, self._type]
         kind = next((number for number in alike if properties.equal(self._kinds[number - 1][0])), None)
         is_wrong = is_listed_wrongly(h5py.Dataset(dataset))
         found: dict[tuple[int, ...], tuple[int, int, int]] = {}
@@ -500,7 +512,7 @@ class _FieldLister:
                        for number in range(properties.get_nfilters())]  # fmt: skip
             chunk_shape = [*properties.get_chunk(), *self._element.shape]
             kind = self._add_kind(properties, chunk_shape, [partial_chunks_are_plain(properties), filters])
-            self._kinds_of[chunk].append(kind)
+            alike.append(kind)
         if self._kinds[kind - 1][1][1][0]:  # filter masks do not show that partial chunks have no filters
             for start in starts:
                 if any(at + step > side for at, step, side in zip(start, chunk, shape, strict=True)):

@@ -23,6 +23,7 @@ from h5py import h5t
 
 from h5chunk.errors import FieldError, UnsupportedError, names_text
 from h5chunk.store.hdf5.guard import Guard
+from h5chunk.store.hdf5.packing import CF, Packing, packing_of
 
 COMPLEX_NAMES = (["r", "i"], ["real", "imag"], ["re", "im"])  # of the parts of complex numbers, in lower case
 NARROW_FLOATS = {  # by item size, sign bit, start and size of the exponent and of the mantissa, and exponent bias
@@ -57,6 +58,8 @@ class Element:
         How strings are padded in the file: one of ``h5py.h5t.STR_NULLPAD``, ``STR_NULLTERM`` and ``STR_SPACEPAD``.
     converted : bytes
         The encoded HDF5 type of the values if only HDF5 can convert them.
+    packing : Packing, optional
+        How stored numbers are converted to ``dtype``, if they are packed.
     """
 
     stored: np.dtype
@@ -66,6 +69,7 @@ class Element:
     names: dict[int, str] = field(default_factory=dict, hash=False)
     padding: int = h5t.STR_NULLPAD
     converted: bytes = b""
+    packing: Packing | None = None
 
     @property
     def item_bytes(self) -> int:
@@ -81,7 +85,7 @@ class Element:
     def is_plain(self) -> bool:
         """Whether the stored bytes are the bytes in memory."""
         same = self.values_of(np.empty(0, np.uint8)).dtype == self.dtype and self.item_bytes == self.num_bytes
-        return same and self.padding == h5t.STR_NULLPAD
+        return same and self.padding == h5t.STR_NULLPAD and self.packing is None
 
     def values_of(self, raw: np.ndarray) -> np.ndarray:
         """Return a view of the values as they are stored, (n, *shape), in ``raw``, (n * item_bytes,) uint8."""
@@ -95,6 +99,9 @@ class Element:
 
         The values are a view of ``raw`` if the element is plain. Threads may call this at the same time.
         """
+        if self.packing is not None:
+            stored = replace(self, dtype=self.packing.stored, packing=None)
+            return self.packing.unpack(stored.convert(raw))
         values = self.values_of(raw)
         if self.converted:
             return self._convert_by_hdf5(values)
@@ -122,16 +129,20 @@ class Element:
         return buffer[: values.size * self.dtype.itemsize].view(self.dtype).reshape(values.shape)
 
 
-def element_of(kind: h5t.TypeID | h5py.Dataset, where: str, member: Sequence[str] = ()) -> Element:
+def element_of(kind: h5t.TypeID | h5py.Dataset, where: str, member: Sequence[str] = (), decode: str = "") -> Element:
     """Describe the elements of a dataset, or of an HDF5 type, or a member of them.
 
-    ``member`` has the names that lead to the member, from the outside in, as `find_member` returns them. ``where``
-    names the dataset in messages. Raise UnsupportedError, with a remedy, if the type or member can't be a field, and
-    FieldError if there is no such member.
+    ``member`` has the names that lead to the member, from the outside in, as `find_member` returns them. If ``decode``
+    is `CF`, the numbers of a dataset are unpacked as its attributes say. ``where`` names the dataset in messages. Raise
+    UnsupportedError, with a remedy, if the type or member can't be a field, and FieldError if there is no such member.
     """
-    kind = kind.id.get_type() if isinstance(kind, h5py.Dataset) else kind
+    dataset, kind = (kind, kind.id.get_type()) if isinstance(kind, h5py.Dataset) else (None, kind)
     element = _describe(kind, where, tuple(member))
-    return replace(element, stored=_wrapped(element.stored, 0, kind.get_size()), member=tuple(member))
+    element = replace(element, stored=_wrapped(element.stored, 0, kind.get_size()), member=tuple(member))
+    if decode == CF and dataset is not None and not member and not element.names:
+        packing = packing_of(dataset, element.dtype, where)
+        return element if packing is None else replace(element, dtype=packing.dtype, packing=packing)
+    return element
 
 
 def packed_type(kind: h5t.TypeID, member: Sequence[str]) -> h5t.TypeID:

@@ -55,6 +55,7 @@ def describe(
     dataset: str | FlatSamples | FrameDataset | AlongAxis,
     header: Header | None,
     guard: Guard,
+    decode: str = "",
 ) -> Field | RaggedField:
     """Describe a field as `describe_field` does, or as an `EncodedField` if its rows are images to be decoded.
 
@@ -62,8 +63,8 @@ def describe(
     Raises FileError if the first image is damaged or not supported.
     """
     if not isinstance(dataset, FrameDataset):
-        return describe_field(file, path, name, dataset, header, guard)
-    field = describe_field(file, path, name, dataset.dataset, header, guard)
+        return describe_field(file, path, name, dataset, header, guard, decode)
+    field = describe_field(file, path, name, dataset.dataset, header, guard, decode)
     heads = _heads(file, path, field)
     if not _are_images(heads):
         return field

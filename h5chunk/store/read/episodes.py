@@ -19,7 +19,7 @@ from h5chunk.store.hdf5.attributes import read_attribute
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import errors_as, follow, opened
 from h5chunk.store.hdf5.patterns import Match, Pattern, find_matches
-from h5chunk.store.hdf5.types import type_problem
+from h5chunk.store.hdf5.types import element_of, read_elements, type_problem
 from h5chunk.store.read.arrays import Arrays, Blocks
 from h5chunk.store.read.checksums import ChunkChecks
 from h5chunk.store.read.encoded import EncodedField
@@ -134,6 +134,7 @@ class EpisodeFields(NamedTuple):
     rows: Mapping[str, Pattern]
     constants: Mapping[str, Pattern]
     attributes: Mapping[str, Any]  # the value of episodes that lack the attribute, by name; None: raise an error
+    decode: str = ""  # how packed numbers are converted
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -183,9 +184,11 @@ def open_episodes(
         sources = []
         for length in sorted({*lengths.values()}):
             alike = {name: fields.rows[name] for name in fields.rows if lengths[name] == length}
-            sources.append(_join_episodes(file, handle, alike, episodes, names, (decoder, trusted, checksums)))
+            sources.append(
+                _join_episodes(file, handle, alike, episodes, names, (decoder, trusted, checksums, fields.decode))
+            )
         texts = [match.texts for match in matches[next(iter(fields.rows))]]
-        values = {name: _constants(handle, guard, matches[name], texts) for name in fields.constants}
+        values = {name: _constants(handle, guard, matches[name], texts, fields.decode) for name in fields.constants}
         for name, default in fields.attributes.items():
             stars = next(iter(fields.rows.values())).stars[-1] + 1
             groups = ["/".join(episode[next(iter(fields.rows))].split("/")[:stars]) for episode in episodes]
@@ -199,10 +202,10 @@ def _join_episodes(
     patterns: Mapping[str, Pattern],
     episodes: Sequence[Mapping[str, str]],
     names: Sequence[str],
-    options: tuple[FrameDecoder, bool, str],
+    options: tuple[FrameDecoder, bool, str, str],
 ) -> EpisodeFile:
     """Join the datasets of fields of all episodes, whose datasets have equal lengths."""
-    decoder, trusted, checksums = options
+    decoder, trusted, checksums, decode = options
     readers: list[H5Reader] = []
     starts: list[dict[str, int]] = []
     types: dict[str, Any] = {}
@@ -211,7 +214,8 @@ def _join_episodes(
         alike = _open_like_first(readers[0], types, handle, fields) if readers else None
         if alike is None:
             datasets = {field: FrameDataset(dataset, decoder) for field, dataset in fields.items()}
-            alike = H5Reader(file, datasets, trusted=trusted, checksums=checksums, file=handle), {}
+            how: dict[str, Any] = {"trusted": trusted, "checksums": checksums, "decode": decode}
+            alike = H5Reader(file, datasets, **how, file=handle), {}
             types = types or {name: handle[field.dataset].id.get_type() for name, field in alike[0].fields.items()}
         readers.append(alike[0])
         starts.append(alike[1])
@@ -237,7 +241,7 @@ def _by_episode(file: Path, matches: Mapping[str, Sequence[Match]]) -> list[dict
 
 
 def _constants(
-    file: h5py.File, guard: Guard, matches: Sequence[Match], episodes: Sequence[tuple[str, ...]]
+    file: h5py.File, guard: Guard, matches: Sequence[Match], episodes: Sequence[tuple[str, ...]], decode: str
 ) -> list[np.ndarray]:
     """Read the value of each episode. If the path has fewer ``*``, episodes whose first texts are equal share it."""
     paths = {match.texts: match.path for match in matches}
@@ -248,7 +252,7 @@ def _constants(
         if (path := paths.get(texts[:num_texts])) is None:
             raise FieldError(f"{printable(guard.path)}: the episode {printable('/'.join(texts))!r} has no constant")
         if path not in read:
-            read[path] = read_constant(file, guard, path)
+            read[path] = read_constant(file, guard, path, decode)
         found.append(read[path])
     return found
 
@@ -259,7 +263,7 @@ def _has_no_axis(item: h5py.Dataset | h5py.Group | None) -> bool:
     return item.shape == ()
 
 
-def read_constant(file: h5py.File, guard: Guard, path: str) -> np.ndarray:
+def read_constant(file: h5py.File, guard: Guard, path: str, decode: str = "") -> np.ndarray:
     """Read a dataset of numbers or strings completely. Strings become bytes of fixed length.
 
     Raises FieldError if it does not exist, has another type, or has more than `MAX_CONSTANT_BYTES`.
@@ -279,6 +283,8 @@ def read_constant(file: h5py.File, guard: Guard, path: str) -> np.ndarray:
     is_text = h5py.check_string_dtype(item.dtype) is not None
     with errors_as(FieldError, f"{where} cannot be read"):
         values = np.asarray(item[()])
+    if decode and values.dtype.kind in "iuf" and (element := element_of(item, where, (), decode)).packing is not None:
+        return read_elements(item, element).reshape(item.shape)
     if is_text and values.dtype.kind == "O":
         values = np.array([as_bytes(each) for each in values.ravel()], np.bytes_).reshape(values.shape)
     if values.dtype.kind not in "biufcS":
@@ -308,6 +314,8 @@ def _open_like_first(
     """
     fields: dict[str, Field | RaggedField] = {}
     places: dict[str, int] = {}
+    if first.decode:  # each dataset may be packed in another way
+        return None
     for name, dataset in datasets.items():
         item, model = follow(h5py.h5g.open(file.id, b"/"), dataset), first.fields[name]
         if not isinstance(item, h5py.h5d.DatasetID) or not isinstance(model, Field) or model.grid.chunks:

@@ -53,6 +53,7 @@ class Opening:
         member: Sequence[str] = (),
         axes: int = 1,
         sums: Sums | None = None,
+        decode: str = "",
     ) -> Arrays:
         """Describe a dataset of an open file as an array, which HDF5 reads if it must.
 
@@ -60,7 +61,7 @@ class Opening:
         """
         item, full = file.file[dataset], f"{name}/{part}" if part else name
         path, sums = file.path, file.source.sums if sums is None else sums
-        element = element_of(item, f"{printable(path)}: {dataset!r}", member)
+        element = element_of(item, f"{printable(path)}: {dataset!r}", member, decode)
         if not item.size:
             return no_values(path, full, file.number, item, element, axes)
         reason = "requested by reader='h5py'"

@@ -79,7 +79,8 @@ class Field:
     ``dtype`` has native byte order. ``axes``, such as NCHW, is empty if the file does not record it. For the dense rows
     of a matrix, value = stored value / ``scale``. ``element`` says how the elements are stored. It is None for fields
     that are not read from a dataset as they are. If it is a member of a compound type, ``dataset`` has all members.
-    ``grid`` has the axes of the dataset, with the axis of samples first.
+    ``grid`` has the axes of the dataset, with the axis of samples first. ``decode`` is how packed numbers are
+    converted.
     ``is_text`` is True for strings of variable length, which are padded to the longest one in memory.
     """
 
@@ -93,6 +94,7 @@ class Field:
     element: Element | None = None
     is_text: bool = False
     sample_axis: int = 0  # the axis of the dataset that is the first one of the grid
+    decode: str = ""
 
     @property
     def member(self) -> tuple[str, ...]:
@@ -125,7 +127,7 @@ class Field:
             return text_part(file, self.dataset)
         inner = () if self.element is None else self.element.shape
         axes = len(self.grid.shape) - len(inner) if self.sample_axis else 1
-        arrays = file.arrays(self.name, self.dataset, member=self.member, axes=axes)
+        arrays = file.arrays(self.name, self.dataset, member=self.member, axes=axes, decode=self.decode)
         return Part(Rows, (arrays,), axis=self.sample_axis)
 
 
@@ -209,13 +211,19 @@ def _missing(file: h5py.File, path: Path, missing: str) -> FieldError:
 
 
 def describe_field(
-    file: h5py.File, path: Path, name: str, dataset: str | FlatSamples | AlongAxis, header: Header | None, guard: Guard
+    file: h5py.File,
+    path: Path,
+    name: str,
+    dataset: str | FlatSamples | AlongAxis,
+    header: Header | None,
+    guard: Guard,
+    decode: str = "",
 ) -> Field | RaggedField:
     """Check a dataset, or the group of a matrix or of images, with the guard, and describe it as a field."""
     if isinstance(dataset, FlatSamples):
         return describe_series(file, path, name, dataset, guard)
     if isinstance(dataset, AlongAxis):
-        field = describe_field(file, path, name, dataset.dataset, header, guard)
+        field = describe_field(file, path, name, dataset.dataset, header, guard, decode)
         return _along(field, dataset.axis, f"{printable(path)}: {dataset.dataset!r}")
     item = guard.find(file, dataset)
     member: tuple[str, ...] = ()
@@ -264,7 +272,7 @@ def describe_field(
         filtered = item.id.get_create_plist().get_nfilters() > 0
         grid = ChunkGrid(tuple(item.shape), item.chunks, dtype.itemsize, filtered)
         return Field(name, dataset, grid, dtype, is_text=True)
-    element = element_of(item, f"{printable(path)}: {'/'.join((dataset, *member))!r}", member)
+    element = element_of(item, f"{printable(path)}: {'/'.join((dataset, *member))!r}", member, decode)
     filtered = item.id.get_create_plist().get_nfilters() > 0
     chunks = item.chunks and (*item.chunks, *element.shape)
     grid = ChunkGrid((*item.shape, *element.shape), chunks, element.dtype.itemsize, filtered)
@@ -273,7 +281,7 @@ def describe_field(
     codes = header is not None and header.kind == DENSE and "scale" in item.attrs
     scale = _scale(item, where) if codes else None
     categories = _find_categories(file, guard, dataset.strip("/"), header is not None)
-    return Field(name, dataset, grid, element.dtype, axes, scale, categories, element)
+    return Field(name, dataset, grid, element.dtype, axes, scale, categories, element, decode=decode)
 
 
 def _along(field: Field | RaggedField, axis: int, where: str) -> Field | RaggedField:

@@ -36,7 +36,7 @@ from h5chunk.urls import PATTERN, is_cut_url, is_url, local_copy_of, parse
 OnePath = str | os.PathLike[str]
 Paths = OnePath | Sequence[OnePath]
 
-SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad")  # suffixes of the files to read in a folder
+SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad", ".nc", ".nc4", ".nwb")  # suffixes of the files to read in a folder
 MAPPING = "h5chunk.ChunkDataset({'x': 'FILE.h5', 'y': 'OTHER.h5'})"  # for messages
 NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.h5")
 
@@ -47,13 +47,14 @@ def open_reader(
     *,
     trusted: bool = False,
     checksums: str = OFF,
+    decode: str = "",
     remote: RemoteOptions = NO_OPTIONS,
 ) -> Source:
     """Open one file, or several files as one data set.
 
     ``path`` is a file, a folder, a pattern such as ``shards/*.h5``, a URL of one of these, or a list of them. The files
     of a folder or pattern are sorted by name, with ``a2`` before ``a10``. A folder of shards must have all shards of
-    the set. To read only some of them, use a pattern or a list.
+    the set. To read only some of them, use a pattern or a list. ``decode`` is how packed numbers are converted.
 
     Raises FileError if there is no file, a file cannot be opened, or a shard is missing. Raises FieldError if fields
     differ between files. Raises OptionError if a file is repeated, or lacks the checksums that are to be verified.
@@ -62,7 +63,7 @@ def open_reader(
     check_shards(path)
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     name = Path(path) if isinstance(path, (str, os.PathLike)) else Path(f"{shown(files[0])}{more}")
-    return _open(files, fields, name, trusted, checksums)
+    return _open(files, fields, name, trusted, checksums, decode)
 
 
 def open_joined(
@@ -138,19 +139,20 @@ def reopen_with_fields(reader: Source, fields: Mapping[str, str]) -> Source:
     for name in fields:
         reader.check_rows(name)
         reader = reader.part_of(name)
-    return _open([single.path for single in reader.readers], fields, reader.path, reader.trusted, reader.checksums)
+    how = reader.trusted, reader.checksums, reader.readers[0].decode
+    return _open([single.path for single in reader.readers], fields, reader.path, *how)
 
 
-def _open(files: list[Path], fields: Stored | None, name: Path, trusted: bool, checksums: str) -> Source:
+def _open(files: list[Path], fields: Stored | None, name: Path, trusted: bool, checksums: str, decode: str) -> Source:
     """Open files. Untrusted files are first opened in a child process, because they may crash HDF5."""
     if checksums == OFF and any(mirror.keeps for mirror in map(local_copy_of, files) if mirror is not None):
         with suppress(OptionError):  # a file has no checksums
-            return _open(files, fields, name, trusted, FIRST)
-    options: dict[str, Any] = {"trusted": trusted, "checksums": checksums}
+            return _open(files, fields, name, trusted, FIRST, decode)
+    options: dict[str, Any] = {"trusted": trusted, "checksums": checksums, "decode": decode}
     tried: dict[Path, H5Reader] = {}
     if trusted is False:
         try:
-            tried = try_files(files, _read_metadata, fields, options, purpose=(repr(fields), checksums))
+            tried = try_files(files, _read_metadata, fields, options, purpose=(repr(fields), checksums, decode))
         except FieldError as error:
             if len(files) == 1 or fields is None or "has no dataset" not in str(error):
                 raise

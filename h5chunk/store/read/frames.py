@@ -49,6 +49,7 @@ def open_frames(
     tables: Mapping[str, Sequence[Table]],
     constants: Iterable[str] = (),
     attributes: Mapping[str, Any],
+    decode: str = "",
 ) -> Episodes:
     """Open the frames of all episodes. JPEG and PNG images are decoded by ``decoder``.
 
@@ -78,7 +79,7 @@ def open_frames(
         return Episodes([joined], borders, numbers if tables else episode_names(joined), {})
     of_rows = {name: path for name, path in fields.items() if name not in constants}
     alone = {name: parse("fields", {name: fields[name]})[name] for name in fields if name in constants}
-    wanted = EpisodeFields(parse("fields", of_rows), alone, attributes)
+    wanted = EpisodeFields(parse("fields", of_rows), alone, attributes, decode)
     files = list_data_files(path, remote)
     check_shards(path)
     if any(pattern.stars for pattern in wanted.rows.values()):
@@ -105,7 +106,7 @@ def open_frames(
 
     def open_rows(names: Iterable[str]) -> Source:
         datasets = {name: FrameDataset(fields[name], decoder) for name in names}
-        return open_reader(path, datasets, trusted=trusted, checksums=checksums, remote=remote)
+        return open_reader(path, datasets, trusted=trusted, checksums=checksums, decode=decode, remote=remote)
 
     try:
         sources = [open_rows(of_rows)]
@@ -180,7 +181,9 @@ def _read_all(file: Path, wanted: EpisodeFields, trusted: bool) -> dict[str, np.
     """Read the constants and the attributes of the episodes of a file."""
     with opened(file) as handle:
         guard = Guard(file, trusted)
-        found = {name: read_constant(handle, guard, str(each)) for name, each in wanted.constants.items()}
+        found = {
+            name: read_constant(handle, guard, str(each), wanted.decode) for name, each in wanted.constants.items()
+        }
         for name, default in wanted.attributes.items():
             found[name] = attribute_of(handle["/"], "/", name, default, file)
     return found

@@ -62,9 +62,17 @@ class KeyedReader(Source):
     """
 
     def __init__(
-        self, path: Path, files: Sequence[Path], patterns: Mapping[str, str], index: KeyedIndex, *, trusted: bool
+        self,
+        path: Path,
+        files: Sequence[Path],
+        patterns: Mapping[str, str],
+        index: KeyedIndex,
+        *,
+        trusted: bool,
+        decode: str,
     ) -> None:
         self.index, self.patterns, self._files = index, dict(patterns), tuple(files)
+        self.decode = decode
         self.are_samples = not any("*" in pattern for pattern in patterns.values())  # whether each file is a sample
         self._stamps = [stamp_of(file) for file in files]
         total = sum(int(field.sample_bytes().sum()) for field in index.fields.values())
@@ -206,7 +214,9 @@ class KeyedReader(Source):
 
     def element_of(self, name: str, dataset: h5py.Dataset) -> Element:
         """Describe the elements of a field in a dataset."""
-        return element_of(dataset, f"{printable(self.path)}: {dataset.name!r}", self.index.fields[name].member)
+        return element_of(
+            dataset, f"{printable(self.path)}: {dataset.name!r}", self.index.fields[name].member, self.decode
+        )
 
     def find_dataset(self, file: h5py.File, name: str, number: int) -> h5py.Dataset:
         """Return the dataset of a sample. Raises FileError if it is not the one in the index."""
@@ -228,13 +238,13 @@ def keyed_source(files: Sequence[Path], wanted: Wanted, index: KeyedIndex) -> So
     if not wanted.outer:
         folder = names_in_folder(files)[0]
         shown_as[str(Path(folder))] = folder  # which differ for a URL
-        return KeyedReader(Path(folder), files, wanted.patterns, index, trusted=wanted.trusted)
+        return KeyedReader(Path(folder), files, wanted.patterns, index, trusted=wanted.trusted, decode=wanted.decode)
     parts = [index.take([number]) for number in range(len(files))]
     for name, field in index.fields.items():
         for part in parts:
             part.fields[name].varies = field.is_ragged
     readers = [
-        KeyedReader(file, [file], wanted.patterns, part, trusted=wanted.trusted)
+        KeyedReader(file, [file], wanted.patterns, part, trusted=wanted.trusted, decode=wanted.decode)
         for file, part in zip(files, parts, strict=True)
     ]
     return readers[0] if len(files) == 1 else FileSet(readers, Path(f"{shown(files[0])} and {len(files) - 1} more"))

@@ -78,6 +78,7 @@ class H5Reader(Source):
         *,
         trusted: bool = False,
         checksums: str = OFF,
+        decode: str = "",
         file: h5py.File | None = None,
     ) -> None:
         path = Path(path)
@@ -96,7 +97,7 @@ class H5Reader(Source):
             found: dict[str, Field | RaggedField] = {}
             for name, dataset in with_members(file, guard, fields).items():
                 try:
-                    found[name] = describe(file, path, name, dataset, header, guard)
+                    found[name] = describe(file, path, name, dataset, header, guard, decode)
                     if is_default and header is None and name == LABELS and found[name].is_text:
                         del found[name]
                         raise UnsupportedError(
@@ -118,8 +119,9 @@ class H5Reader(Source):
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{found[name].dataset!r} has {length}" for name, length in lengths.items())
             raise FieldError(f"{printable(path)}: fields differ in length ({listed}): {_of_one_length(found.values())}")
-        how: dict[str, Any] = {"trusted": trusted, "checksums": checksums, "sums": sums, "is_rows": True}
-        super().__init__(path, found, next(iter(lengths.values())), stamp=stamp, header=header, **how)
+        how: dict[str, Any] = {"trusted": trusted, "checksums": checksums, "sums": sums}
+        super().__init__(path, found, next(iter(lengths.values())), stamp=stamp, header=header, is_rows=True, **how)
+        self.decode = decode
 
     @cached_property
     def fingerprint(self) -> int:

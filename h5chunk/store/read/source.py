@@ -74,6 +74,7 @@ class Source:
     dataset.
     """
 
+    decode = ""  # how packed numbers of other fields are converted
     epoch_samples = 0  # offset added to the sample numbers per epoch, if each epoch has different samples
 
     def __init__(

@@ -55,6 +55,7 @@ class VolumeField:
     leading: int
     halo: tuple[int, ...]
     padding: Any
+    decode: str = ""  # how packed numbers are converted
     size: tuple[int, ...] = field(default=())  # of a patch without its halo
 
     @property
@@ -100,7 +101,9 @@ class VolumeFiles:
                         if of == number:
                             found = self._sums[number].get(dataset)
                             sums: Sums = {} if found is None else {each.name: found}
-                            own = stored.arrays(each.name, dataset, member=member, axes=axes, sums=sums)
+                            own = stored.arrays(
+                                each.name, dataset, member=member, axes=axes, sums=sums, decode=each.decode
+                            )
                             arrays[each.name][volume] = own
         return {name: Arrays.joined([own[volume] for volume in sorted(own)]) for name, own in arrays.items()}
 
@@ -307,6 +310,7 @@ def open_volumes(
     fields: Mapping[str, str],
     size: tuple[int, ...],
     channels: Mapping[str, str | None],
+    decode: str,
     trusted: bool,
 ) -> tuple[dict[str, VolumeField], list[str]]:
     """Open the datasets of all volumes. Returns the fields, which have no halo yet, and the names of the volumes.
@@ -328,7 +332,7 @@ def open_volumes(
                     odd = printable(min(own.keys() ^ {*texts}))
                     raise FieldError(f"{printable(path)}: only some of the fields have the volume {odd!r}")
                 for text in texts:
-                    described = describe_field(file, path, name, own[text], None, guard)
+                    described = describe_field(file, path, name, own[text], None, guard, decode)
                     if not isinstance(described, Field) or described.element is None or described.dtype.kind == "S":
                         raise FieldError(f"{printable(path)}: {own[text]!r} does not contain numbers")
                     grid, element = described.grid, described.element
@@ -338,7 +342,7 @@ def open_volumes(
                             f"{printable(path)}: {own[text]!r} has {num_axes} axes, but size has {len(size)}"
                         )
                     axes = _leading(name, channels[name], len(size), num_axes)
-                    new = VolumeField(name, [], [], element, axes, (0,) * len(size), 0, size)
+                    new = VolumeField(name, [], [], element, axes, (0,) * len(size), 0, decode, size)
                     first = found.setdefault(name, new)
                     first.datasets.append((number, described.dataset))
                     first.grids.append(grid)

@@ -51,9 +51,11 @@ class Packing:
                 f"values are packed: value = stored * {self.scale:g} (scale_factor) + {self.offset:g} (add_offset)"
             )
         if self.is_unsigned:
-            parts.append("stored integers are unsigned (_Unsigned), but read as signed: add 2 ** bits to negative ones")
+            parts.append("stored integers are unsigned (_Unsigned), but read as signed")
         if self.missing:
             parts.append(f"{' and '.join(map(str, self.missing))} means missing (_FillValue or missing_value)")
+        if self.is_packed or self.is_unsigned or self.missing:
+            parts.append('pass decode="cf" to the data set to get the values')
         return "; ".join(parts)
 
 
