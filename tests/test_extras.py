@@ -16,8 +16,13 @@ from h5chunk.extras import EXTRAS
 
 HIDDEN = [*EXTRAS, "scipy", "pandas", "anndata", "imagecodecs", "simplejpeg", "lightning"]
 HIDE = f"""
-import json, sys
+import importlib.abc, json, sys
 sys.path[:0] = [sys.argv[2], *{sys.path!r}]
+class Hide(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {HIDDEN!r}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Hide())
 from click.testing import CliRunner
 from h5chunk.cli import main
 for command in json.loads(sys.argv[1]):
@@ -62,7 +67,7 @@ def test_commands_without_the_optional_packages(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((9, 4), "u1"))
     commands, hidden = json.dumps([command for command, _ in needs]), tmp_path / "hidden"
     hidden.mkdir()
-    for name in HIDDEN:  # in this process, and in those that it starts
+    for name in HIDDEN:  # from processes that the commands start, which get the same folders of modules
         (hidden / f"{name}.py").write_text(f"raise ModuleNotFoundError({name!r}, name={name!r})")
     run = [sys.executable, "-c", HIDE, commands, str(hidden)]
     done = subprocess.run(run, capture_output=True, text=True, check=True)

@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ class RemoteOptions:
 
     cache_dir: str | None = None
     cache_bytes: int | None = None
-    storage_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def root(self) -> Path:

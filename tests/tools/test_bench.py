@@ -114,7 +114,7 @@ def test_bytes_in_other_files(tmp_path: Path) -> None:
 def test_never_written(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("images", (40, 50), "u1", chunks=(4, 50))
-    check_report(h5chunk.bench(tmp_path / "a.h5", **QUICK), {DISK, CACHED, "direct"})
+    check_report(h5chunk.bench(tmp_path / "a.h5", **QUICK), {DISK, CACHED})
 
 
 def test_more_than_fits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

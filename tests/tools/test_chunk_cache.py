@@ -22,7 +22,7 @@ CACHE = ("rdcc_nslots", "rdcc_nbytes", "rdcc_w0")
 
 
 @pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_windows(monkeypatch: pytest.MonkeyPatch, in_process: None) -> None:
     """Windows of two chunks of 480 bytes, so that the open windows have a part of the file."""
     monkeypatch.setattr("h5chunk.plan.layout.OPEN_WINDOWS_BYTES", 2 * 480 * INTERLEAVE)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import faulthandler
 import inspect
 import json
 import os
@@ -23,6 +22,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.conversions import linux
 from support.faults import failure, small, watch
+from support.jobs import crash, in_children_too
 from support.repack_files import check_same, make_everything
 
 from h5chunk.cli import main
@@ -282,6 +282,7 @@ def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
     check_refused(source, FileError, "cut short")
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_small_disk_is_noticed_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_file(tmp_path / "a.h5")
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=20_000))
@@ -292,6 +293,7 @@ def test_a_small_disk_is_noticed_before_the_work(tmp_path: Path, monkeypatch: py
         )
 
 
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "compression": "gzip"}])
 def test_a_disk_that_fails_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -371,13 +373,8 @@ def test_a_source_that_changes_meanwhile(tmp_path: Path) -> None:
 
 def test_a_crash_of_hdf5_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_file(tmp_path / "a.h5")
-
-    def crash(*_: object, **__: object) -> None:
-        faulthandler.disable()  # pytest's
-        os.kill(os.getpid(), signal.SIGSEGV)
-
     for where in ("tools.repack.repack.create_replica", "tools.repack.repack.survey_file"):
-        watch(monkeypatch, where, crash)
+        in_children_too(monkeypatch, where, crash)
         check_refused(source, FileError, "this file crashes HDF5 (SIGSEGV): it is damaged")
 
 

@@ -83,6 +83,24 @@ class _Rows(ctypes.Structure):
         return offsets, np.full(len(rows), self.row_bytes) if counts is None else counts * self.row_bytes
 
 
+class OneFile:
+    """A single open file, which tasks are called with instead of the files of a data set."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def descriptor(self, _number: int) -> int:
+        """Return the descriptor of the file."""
+        return self._descriptor
+
+    def opened(self, _number: int) -> AbstractContextManager[int]:
+        """Return the descriptor of the file in a context."""
+        return nullcontext(self._descriptor)
+
+    def check(self, _number: int) -> None:
+        """Do nothing, because the caller checks that the file is unchanged."""
+
+
 class VectorTask:
     """A task that reads runs of bytes of a file, and scatters each run to several buffers.
 

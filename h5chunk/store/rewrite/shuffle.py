@@ -21,7 +21,7 @@ from h5chunk.errors import OptionError, exact_bytes
 from h5chunk.machine import in_order
 from h5chunk.plan.repack import MemoryShares, plan_buckets, plan_steps, plan_uneven
 from h5chunk.store.hdf5.codecs import scratch
-from h5chunk.store.hdf5.ranges import vector_tasks
+from h5chunk.store.hdf5.ranges import OneFile, vector_tasks
 from h5chunk.store.rewrite.raw_rows import RawRows
 from h5chunk.store.write.spool import TemporaryBytes
 from h5chunk.store.write.targets import PlainTarget, Target, Waiting
@@ -252,7 +252,7 @@ def _sort_buckets(
             offsets = waiting.offset + (first + np.arange(len(old_rows))) * width
             where = "the file being written"
             for part in vector_tasks(offsets, rows.sizes(old_rows), by_row * width, data, lambda _: where):
-                part(waiting.descriptor)
+                part(OneFile(waiting.descriptor))
         else:
             bucketed = scratch(local, "bucketed", stop - start)
             waiting.read(start, bucketed)

@@ -20,7 +20,7 @@ from h5chunk.tools.model.seen import COPYING, DECODING, GATHERING, READING, WAIT
 TASKS = "tasks"  # tasks of Python threads, which read and decode
 HOOKS = (
     ("feed.read_pool", "WindowRead", "run", TASKS),
-    ("store.hdf5.raw_chunks", "RawChunks", "decode_stored", DECODING),
+    ("store.read.stored", "Filtered", "decode", DECODING),
     ("feed.batches", "FieldPipeline", "batches", GATHERING),
     ("feed.batches", "BatchMaker", "finish", COPYING),
     ("feed.cuda_slots", "CudaSlot", "receive", COPYING),
