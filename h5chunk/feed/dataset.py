@@ -29,6 +29,7 @@ from h5chunk.feed.collate import (
 from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.sample_reader import SampleReader, SampleTransforms
 from h5chunk.feed.stored_tables import StoredNames
+from h5chunk.paths import check_path
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.draws import REPEAT, epoch_rows
 from h5chunk.plan.order import Order
@@ -161,6 +162,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         cache_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        check_path(path)
         if fields is None and isinstance(path, Mapping):
             fields = list(path)
         named = parse_fields(fields, sample_axis, offsets=offsets, lengths=lengths)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import FieldError, OptionError, count_text, printable, shown
+from h5chunk.paths import check_path
 from h5chunk.plan.episodes import ends_of_flags
 from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions
 from h5chunk.store.hdf5.attributes import join_columns
@@ -60,6 +61,7 @@ def open_frames(
     files, only rows are read. Raises OptionError if a name has several ``*``, or if some paths have more of them than
     others.
     """
+    check_path(path)
     if isinstance(path, Mapping):
         if constants or attributes or any("*" in each for each in fields.values()):
             raise OptionError(
