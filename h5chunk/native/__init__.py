@@ -345,15 +345,26 @@ def crc32(data: np.ndarray, start: int = 0) -> int:
     return int(_library().h5chunk_crc32(data.ctypes.data, data.nbytes, start))
 
 
-def copy_boxes(values: np.ndarray, table: np.ndarray, out: np.ndarray) -> None:
-    """Copy boxes of an array to elements of ``out``, (n, *shape). All are C-contiguous, and both have one dtype.
+class BoxCopies:
+    """Copies boxes of arrays to elements of ``out``, (n, *shape), C-contiguous.
 
-    A row of ``table``, (n, 1 + 3 * values.ndim) int64, has the index in ``out``, and then, for all axes each, the first
-    indices in ``values``, the first indices in the element, and the lengths.
+    A row of ``table``, (m, 1 + 3 * axes) int64, C-contiguous, has the index in ``out``, and then, for all axes each,
+    the first indices in the array, the first indices in the element, and the lengths.
     """
-    arrays = values, np.array(values.shape), table, out, np.array(out.shape[1:])
-    source, own, boxes, target, others = map(address_of, arrays)
-    _library().h5chunk_copy_boxes(source, own, values.ndim, values.itemsize, boxes, len(table), target, others)
+
+    def __init__(self, table: np.ndarray, out: np.ndarray) -> None:
+        self._kept = table, out, np.array(out.shape[1:])  # kept alive, because the C library uses their memory
+        self._table, self._out, self._shape = map(address_of, self._kept)
+        self._item_bytes, self._row_bytes = out.itemsize, table.strides[0]
+
+    def copy(self, values: np.ndarray, shape: np.ndarray, first: int, end: int) -> None:
+        """Copy the boxes of rows ``first`` to ``end`` of the table. ``values`` are the bytes of an array, C-contiguous.
+
+        ``shape`` is the shape of the array, (axes,) int64, whose items have the size of those of ``out``.
+        """
+        boxes, own = self._table + first * self._row_bytes, address_of(shape)
+        source, item, count = address_of(values), self._item_bytes, end - first
+        _library().h5chunk_copy_boxes(source, own, len(shape), item, boxes, count, self._out, self._shape)
 
 
 class SparseRows:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import pairwise
 from operator import add
 from typing import Any
 
 import numpy as np
 
-from h5chunk.native import available, copy_boxes
+from h5chunk.native import BoxCopies, available
 from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.ranges import (
     MAX_VECTORS,
@@ -32,11 +33,12 @@ from h5chunk.store.hdf5.ranges import (
     vector_tasks,
     vectors_of,
 )
-from h5chunk.store.read.arrays import RAW, Arrays, Boxes, Parts
+from h5chunk.store.read.arrays import RAW, Arrays, Boxes, Codec, Parts
 from h5chunk.store.read.open_files import OpenFiles
 from h5chunk.store.read.through_hdf5 import Hdf5Files
 
 GAP_BYTES = 4 << 10  # smaller gaps between two rows are read, because skipping them would need another system call
+TASK_BYTES = 256 << 10  # bytes that can be read while a task for one part is made in Python
 SLAB_BYTES = 8 << 20  # limit on the bytes of a raw block that are read at once for several boxes
 CACHE_BYTES = 256 << 20  # limit on the decoded blocks that are kept for all fields of a data set
 
@@ -75,6 +77,8 @@ class BlockCache:
             self._blocks.move_to_end(key)
             while self._num_bytes > self.limit_bytes and len(self._blocks) > 1:
                 self._num_bytes -= self._blocks.popitem(last=False)[1].num_bytes
+        if kept.values is not None:
+            return kept.values
         with kept.lock:  # other threads wait for the one that decodes the block
             if kept.values is None:
                 values = np.empty(num_bytes, np.uint8)
@@ -160,22 +164,28 @@ class BoxReader:
     def boxes(
         self, boxes: Boxes, out: np.ndarray, keeps: bool | None = None, at_end: Callable[[], None] | None = None
     ) -> Iterator[ReadTask]:
-        """Yield tasks that read boxes into ``out``, (n, *element shape) of items, C-contiguous.
+        """Yield tasks that read boxes, as `parts` does."""
+        return self.parts(self.arrays.cut(boxes), out, keeps, at_end)
+
+    def parts(
+        self, parts: Parts, out: np.ndarray, keeps: bool | None = None, at_end: Callable[[], None] | None = None
+    ) -> Iterator[ReadTask]:
+        """Yield tasks that read parts of blocks into ``out``, (n, *element shape) of items, C-contiguous.
 
         ``keeps`` is whether decoded blocks are kept in the cache. By default, those are that are used only in part.
         ``at_end`` is called after the last task.
         """
-        parts = self.arrays.cut(boxes)
         if not len(parts.block):
             return
-        array = self.arrays.array_of(parts.block)
-        raw = self.arrays.codec[array] == RAW
-        runs = raw & self._are_runs(parts, array, out) if raw.any() else raw
         tasks: list[ReadTask] = []
-        if runs.any():
-            tasks += self._raw_runs(parts.some(runs), out)
-        if not runs.all():
-            tasks += self._block_tasks(parts.some(~runs).grouped(), out, keeps)
+        if self.arrays.has_raw:
+            array = self.arrays.array_of(parts.block)
+            runs = (self.arrays.codec[array] == RAW) & self._are_runs(parts, array, out)
+            if runs.any():
+                tasks += self._raw_runs(parts.some(runs), out)
+                parts = parts.some(~runs)
+        if len(parts.block):
+            tasks += self._block_tasks(parts.grouped(), out, keeps)
         yield from tasks if at_end is None else _with_end(tasks, at_end)
 
     def _are_runs(self, parts: Parts, array: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -220,20 +230,14 @@ class BoxReader:
 
     def _block_tasks(self, parts: Parts, out: np.ndarray, keeps: bool | None) -> Iterator[ReadTask]:
         arrays, firsts = self.arrays, parts.firsts
-        sizes = parts.sizes
-        is_whole = np.add.reduceat(sizes, firsts) >= arrays.items_in(parts.block[firsts])
-        if keeps is not None:
-            is_whole[:] = not keeps
-        array = arrays.array_of(parts.block[firsts])
-        raw = np.repeat(arrays.codec[array] == RAW, np.diff(firsts, append=len(sizes)))
-        cost = np.zeros(len(sizes), np.int64)  # bytes that are read for each part; a decoded block counts once
-        cost[raw] = sizes[raw] * arrays.item_bytes
-        coded = firsts[~raw[firsts]]
-        cost[coded] = arrays.block_bytes[array[~raw[firsts]]]
-        ends = np.cumsum(cost) // PART_BYTES
-        begins = np.flatnonzero(np.diff(ends[firsts], prepend=-1) > 0)  # the blocks at which tasks begin
+        blocks, items = parts.block[firsts], np.add.reduceat(parts.sizes, firsts)
+        is_whole = items >= arrays.items_in(blocks) if keeps is None else np.full(len(firsts), not keeps)
+        array = arrays.array_of(blocks)
+        # bytes that are read for each block; a decoded block counts once
+        cost = np.where(arrays.codec[array] == RAW, items * arrays.item_bytes, arrays.block_bytes[array])
+        begins = np.flatnonzero(np.diff(np.cumsum(cost) // PART_BYTES, prepend=-1) > 0)  # where tasks begin
         for begin, end in pairwise([*begins.tolist(), len(firsts)]):
-            low, high = firsts[begin], firsts[end] if end < len(firsts) else len(sizes)
+            low, high = firsts[begin], firsts[end] if end < len(firsts) else len(parts.block)
             yield BlockTask(self, parts.some(slice(low, high)), is_whole[begin:end], out)
 
     def _at(self, file: int) -> Callable[[int], str]:
@@ -246,36 +250,38 @@ class BoxReader:
 
         ``is_whole`` means that all of the block is used now. Otherwise, the decoded block is kept.
         """
-        codec = self.arrays.codecs[self.arrays.codec[array] - 1]
-        num_bytes = int(self.arrays.block_bytes[array])
-        if is_whole:
+        number, num_bytes = int(self.arrays.codec[array]), int(self.arrays.block_bytes[array])
+        codec = None if number == RAW else self.arrays.codecs[number - 1]
+        if is_whole or codec is None:
             values = scratch(self.cache.local, "decoded", num_bytes)
             self._decode(files, block, codec, values)
             return values
         return self.cache.get((id(self), block), num_bytes, lambda values: self._decode(files, block, codec, values))
 
-    def _decode(self, files: OpenFiles, block: int, codec: Any, values: np.ndarray) -> None:
+    def _decode(self, files: OpenFiles, block: int, codec: Codec | None, values: np.ndarray) -> None:
         arrays = self.arrays
         origin, number = arrays.origin_of(block)
         offset, size = int(arrays.blocks.offset[block]), int(arrays.blocks.size[block])
         file = int(arrays.blocks.file[block])
         if offset < 0:
+            assert codec is not None
             if origin.checks is not None:
                 with files.opened(file) as descriptor:
                     origin.checks.check(descriptor, origin.chunks(np.array([number])))
             codec.fill(number, values)
             return
-        stored = scratch(self.cache.local, "stored", size)
-        where = origin.block(number)
+        stored = values[:size] if codec is None else scratch(self.cache.local, "stored", size)
+        where = partial(origin.block, number)
         with files.opened(file) as descriptor:
-            read_bytes(descriptor, offset, stored.data, lambda _: where)
+            read_bytes(descriptor, offset, stored.data, lambda _: where())
             if origin.checks is not None:
                 chunk = int(origin.chunks(np.array([number]))[0])
                 if size == origin.checks.table.sizes[chunk]:
                     origin.checks.check_stored(chunk, stored)
                 else:  # the block is a part of the chunk
                     origin.checks.check(descriptor, np.array([chunk]))
-        codec.decode(stored, int(arrays.blocks.mask[block]), values, where)
+        if codec is not None:
+            codec.decode(stored, int(arrays.blocks.mask[block]), values, where)
 
 
 class BlockTask:
@@ -294,16 +300,19 @@ class BlockTask:
             yield file, (blocks.offset[numbers[own]], blocks.size[numbers[own]])
 
     def __call__(self, files: OpenFiles) -> None:
-        arrays, used = self._reader.arrays, set[int]()
-        for (block, table), is_whole in zip(self._parts.by_block(), self._is_whole.tolist(), strict=True):
-            array = int(arrays.array_of(np.array([block]))[0])
-            used.add(int(arrays.blocks.file[block]))
-            if arrays.codec[array] == RAW:
-                RawBlock(self._reader, block, array).read(files, table, self._out)
+        arrays, table, firsts = self._reader.arrays, self._parts.table, self._parts.firsts
+        blocks = self._parts.block[firsts]
+        array, copies = arrays.array_of(blocks), PartCopies(table, self._out)
+        ends = pairwise([*firsts.tolist(), len(table)])
+        raw_bytes = np.where(arrays.codec[array] == RAW, arrays.block_bytes[array], 0)
+        about = blocks.tolist(), array.tolist(), raw_bytes.tolist(), self._is_whole.tolist()
+        for (first, end), block, number, num_bytes, is_whole in zip(ends, *about, strict=True):
+            if num_bytes > min(SLAB_BYTES, (end - first) * TASK_BYTES):
+                RawBlock(self._reader, block, number).read(files, table[first:end], self._out)
             else:
-                values = self._reader.block(files, block, array, is_whole=is_whole)
-                copy_parts(items_of(values, arrays.item_bytes, arrays.block[array]), table, self._out)
-        for file in used:
+                values = self._reader.block(files, block, number, is_whole=is_whole)
+                copies.copy(values, arrays.block[number], first, end)
+        for file in set(arrays.blocks.file[blocks].tolist()):
             files.check(file)
 
 
@@ -334,7 +343,7 @@ class RawBlock:
         shape -= low
         num_bytes = int(shape.prod()) * item
         runs = np.minimum(length[:, -1] * item + GAP_BYTES, shape[-1] * item)
-        one_by_one = (length[:, :-1].prod(axis=1) * runs).sum()
+        one_by_one = (length[:, :-1].prod(axis=1) * runs + TASK_BYTES).sum()
         if num_bytes > SLAB_BYTES or num_bytes + length.prod(axis=1).sum() * item > one_by_one:
             for row in table.tolist():
                 self._vectors(row, out[row[0]])(files)
@@ -354,7 +363,7 @@ class RawBlock:
             task(files)
         moved = table.copy()
         moved[:, 1 : 1 + axes] -= low
-        copy_parts(items_of(slab, item, shape), moved, out)
+        PartCopies(moved, out).copy(slab, shape, 0, len(moved))
 
     def _at(self, offset: int) -> str:
         return self._origin.at(offset)
@@ -413,19 +422,26 @@ def _gapped_task(
     return VectorTask(jobs, flat, (out, unused), where, file)
 
 
-def copy_parts(values: np.ndarray, table: np.ndarray, out: np.ndarray) -> None:
-    """Copy parts of an array of items, as described by `Parts`, to elements, (n, *shape) of the same items."""
-    if available():
-        copy_boxes(values, table, out)
-        return
-    axes = values.ndim
-    if axes == 1 and (table[:, 3] == 1).all():
-        out.reshape(-1)[table[:, 0] * out.shape[1] + table[:, 2]] = values[table[:, 1]]
-        return
-    for element, *row in table.tolist():
-        first, place, length = row[:axes], row[axes : 2 * axes], row[2 * axes :]
-        inside, where = (tuple(map(slice, begin, map(add, begin, length))) for begin in (first, place))
-        out[element][where] = values[inside]
+class PartCopies:
+    """Copies parts of blocks, the rows of a table as in `Parts`, to elements of ``out``, (n, *shape) of items."""
+
+    def __init__(self, table: np.ndarray, out: np.ndarray) -> None:
+        self._table, self._out = table, out
+        self._native = BoxCopies(table, out) if available() else None
+
+    def copy(self, values: np.ndarray, shape: np.ndarray, first: int, end: int) -> None:
+        """Copy rows ``first`` to ``end`` of the table from ``values``, the bytes of a block of this shape, in items."""
+        if self._native is not None:
+            self._native.copy(values, shape, first, end)
+            return
+        items, table, axes = values.view(self._out.dtype).reshape(shape), self._table[first:end], len(shape)
+        if axes == 1 and (table[:, 3] == 1).all():
+            self._out.reshape(-1)[table[:, 0] * self._out.shape[1] + table[:, 2]] = items[table[:, 1]]
+            return
+        for element, *row in table.tolist():
+            first_index, place, length = row[:axes], row[axes : 2 * axes], row[2 * axes :]
+            inside, where = (tuple(map(slice, begin, map(add, begin, length))) for begin in (first_index, place))
+            self._out[element][where] = items[inside]
 
 
 def _groups(keys: np.ndarray) -> Iterator[tuple[int, Any]]:

@@ -296,5 +296,5 @@ class SampleThroughHdf5:
         with opened(path) as file:
             yield file
 
-    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: str) -> None:
+    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: Callable[[], str]) -> None:
         raise AssertionError("the block has no stored bytes")

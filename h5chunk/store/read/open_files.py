@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,12 @@ class OpenFiles:
                     descriptor = self._open[number] = self._open_checked(number)
         return descriptor
 
+    def opened(self, number: int) -> AbstractContextManager[int]:
+        """Return a context with the descriptor of a file."""
+        return nullcontext(self.descriptor(number)) if self._stay_open else self._opened_once(number)
+
     @contextmanager
-    def opened(self, number: int) -> Iterator[int]:
-        """Return the descriptor of a file in a context."""
-        if self._stay_open:
-            yield self.descriptor(number)
-            return
+    def _opened_once(self, number: int) -> Iterator[int]:
         descriptor = self._open_checked(number)
         try:
             yield descriptor

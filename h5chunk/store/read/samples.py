@@ -235,6 +235,8 @@ class Rows(FieldReader):
         if is_raw:
             return _together(reader.rows(*self._places(rows), destinations, out))
         target = items_of(out.reshape(-1), item, (len(out), *self._sample))
+        if self._arrays.num_axes == 1:
+            return _together(reader.parts(self._arrays.cut_rows(*self._places(rows), destinations), target))
         return _together(reader.boxes(self.boxes(rows, destinations, None), target))
 
     def bytes_read(self, rows: np.ndarray) -> int:

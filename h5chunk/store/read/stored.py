@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -66,14 +67,14 @@ class Filtered:
             raise FileError(str(self._unwritten))
         out.reshape(-1, len(self._unwritten))[:] = np.frombuffer(self._unwritten, np.uint8)
 
-    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: str) -> None:
+    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: Callable[[], str]) -> None:
         values = stored
         if self._decoder is not None:
             values = out if self._is_plain else scratch(_local, "as stored", self._stored_bytes)
             try:
                 self._decoder.decode(stored, mask, values)
             except DecodeError as error:
-                raise FileError(f"{where} is damaged ({error})") from None
+                raise FileError(f"{where()} is damaged ({error})") from None
         if not self._is_plain:
             values = np.ascontiguousarray(self._element.convert(values)).reshape(-1).view(np.uint8)
         if values is not out:  # a block at the end of a contiguous dataset may be shorter
@@ -89,7 +90,7 @@ class InMemory:
     def fill(self, number: int, out: np.ndarray) -> None:
         out[:] = self._values
 
-    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: str) -> None:
+    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: Callable[[], str]) -> None:
         raise AssertionError("the block has no stored bytes")
 
 

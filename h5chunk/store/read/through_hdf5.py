@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -95,6 +95,14 @@ class HdfOrigin:
         return self.checks.of_rows(first, np.minimum(first + self._band_rows, self._num_rows) - first)
 
 
+class _Opened(NamedTuple):
+    """An open dataset, its selection, which the next read replaces, and the type in which HDF5 reads it."""
+
+    dataset: h5py.h5d.DatasetID
+    space: h5py.h5s.SpaceID
+    kind: h5py.h5t.TypeID
+
+
 class ThroughHdf5:
     """The codec of blocks of a dataset that HDF5 reads. They have no offset in the file."""
 
@@ -106,26 +114,34 @@ class ThroughHdf5:
 
     def divide(self, element: Element, block: tuple[int, ...], grid: ChunkGrid) -> None:
         """Set the shape of a block."""
-        self._element, self._block = element, block
+        self._element, self._block, self._is_plain = element, block, element.is_plain
+        self._stored, self._packed = np.dtype(f"V{element.item_bytes}"), np.dtype(f"V{element.num_bytes}")
         self._grid = [-(-size // step) for size, step in zip(self._shape, block, strict=True)]
         self._settings = grid.cache_for(2)
 
-    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: str) -> None:
+    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: Callable[[], str]) -> None:
         raise AssertionError("the block has no stored bytes")
 
     def fill(self, number: int, out: np.ndarray) -> None:
-        start = [int(at) * step for at, step in zip(np.unravel_index(number, self._grid), self._block, strict=True)]
-        stop = [min(at + step, size) for at, step, size in zip(start, self._block, self._shape, strict=True)]
-        count = tuple(end - at for at, end in zip(start, stop, strict=True))
-        raw = np.zeros(count, f"V{self._element.item_bytes}")  # HDF5 leaves memory unchanged without a fill value
+        """Read a block, as `Codec.fill` does.
+
+        HDF5 returns zeros for the missing part of a truncated file. The task that reads blocks, or its caller, then
+        finds that the file was changed.
+        """
+        start: list[int] = []
+        for size, step in zip(reversed(self._grid), reversed(self._block), strict=True):
+            number, at = divmod(number, size)
+            start.insert(0, at * step)
+        ends = zip(start, self._block, self._shape, strict=True)
+        count = tuple(min(step, size - first) for first, step, size in ends)
+        is_direct = self._is_plain and count == self._block  # HDF5 reads into the block itself
+        raw = out.view(self._stored).reshape(count) if is_direct else np.empty(count, self._stored)
+        raw.fill(b"")  # HDF5 leaves memory unchanged without a fill value
         with self._files.lock:
             try:
-                dataset = self._files.dataset(self._path, self._check, self._name, self._open)
-                space = dataset.get_space()
+                dataset, space, kind = self._files.dataset(self._path, self._check, self._name, self._open)
                 space.select_hyperslab(tuple(start), count)
-                dataset.read(
-                    h5py.h5s.create_simple(count), space, raw, packed_type(dataset.get_type(), self._element.member)
-                )
+                dataset.read(h5py.h5s.create_simple(count), space, raw, kind)
             except FileError:
                 raise
             except DAMAGES as error:  # HDF5's error names neither file nor field
@@ -133,18 +149,18 @@ class ThroughHdf5:
                 text = explained(error)
                 remedy = INSTALL if "plugin" in text or "filter" in text else ""
                 raise FileError(f"{self._text} cannot be read: {text}{remedy}") from error
-        self._check()  # HDF5 returns zeros for the missing part of a truncated file
+        if is_direct:
+            return
         values = self._element.convert(raw.reshape(-1).view(np.uint8))
-        target = out.view(f"V{self._element.num_bytes}").reshape(self._block)
-        whole = np.ascontiguousarray(values).reshape(-1).view(np.uint8).view(f"V{self._element.num_bytes}")
-        target[tuple(map(slice, count))] = whole.reshape(count)
+        whole = np.ascontiguousarray(values).reshape(-1).view(np.uint8).view(self._packed)
+        out.view(self._packed).reshape(self._block)[tuple(map(slice, count))] = whole.reshape(count)
 
-    def _open(self, file: h5py.File) -> h5py.h5d.DatasetID:
+    def _open(self, file: h5py.File) -> _Opened:
         access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
         access.set_chunk_cache(self._settings.nslots, self._settings.nbytes, self._settings.w0)
         dataset = h5py.h5d.open(file.id, self._name.encode(), access)
         check_chunks(h5py.Dataset(dataset))
-        return dataset
+        return _Opened(dataset, dataset.get_space(), packed_type(dataset.get_type(), self._element.member))
 
 
 def hdf5_arrays(
