@@ -39,7 +39,7 @@ from h5chunk.remote.mirror import remote_options
 from h5chunk.store.hdf5.packing import check_decode
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.field_readers import NOTABLE, field_readers, read_amplification, read_rows
-from h5chunk.store.read.fields import Field, Fields, parse_fields
+from h5chunk.store.read.fields import SAMPLE_NUMBER, Field, Fields, parse_fields
 from h5chunk.store.read.files import MAPPING, Paths, open_joined, open_reader, reopen_with_fields
 from h5chunk.store.read.fileset import are_images
 from h5chunk.store.read.joined import DROP
@@ -48,7 +48,6 @@ from h5chunk.store.read.source import Computed, Source
 from h5chunk.store.read.tables import decoded
 from h5chunk.transforms import Transforms
 
-SAMPLE_NUMBER = "sample_number"
 OTHER_TRANSFORMS = (
     'assign dataset.transform = {"labels": [function]} to transform the field labels, for example; for a function of '
     "several fields, define __getitem__ in a subclass"
@@ -76,7 +75,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         extra ``remote``. Their bytes are fetched by range requests as they are needed, and an object that changes
         raises FileError. If fields of the same samples are in different files, pass a mapping of fields to files, such
         as ``{"x": "train_x.h5", "y": "train_y.h5"}``, or to sets of files: ``{"x": "images/*.h5", "y": "labels.h5"}``.
-        Sample i has row i of each of them, unless ``key`` is given.
+        Sample i has row i of each of them, unless ``key`` is given. Files that were shuffled when they were converted
+        must have the same order for this.
     fields : sequence or mapping of str, optional
         Datasets to read, in this order, or the groups of CSR matrices; a mapping gives them names.
         Default: ``images``, or the matrix ``X``, and ``labels`` if they exist. ``sample_number`` is the number of each
@@ -96,8 +96,10 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         shape (C, H, W). If the axis is not the first one, each window reads all of a contiguous dataset, as
         `read_amplification` says.
     key : str or mapping of str, optional
-        If ``path`` is a mapping: a dataset with one number or text per sample, which says which sample it is, or the
-        tables ``source_names`` and ``row_ids`` of a file. A mapping has the key of each field's file. Samples are in
+        If ``path`` is a mapping: a dataset with one number or text per sample, which says which sample it is; or the
+        tables ``source_names`` and ``row_ids`` of a file; or ``sample_number``, the number of the row. A mapping has
+        the key of each file, by one of its fields: ``{"x": "h5chunk/source_index", "y": "sample_number"}`` is for an x
+        that was shuffled when it was converted, and a y in the order of its source. Samples are in
         the order of the file with the largest samples, where several may have the same key. Compressed chunks of files
         in another order are read again for each window, unless they fit in memory: `read_amplification` counts that.
     missing : {"drop", "error"}

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import MAX_NUMBER, OptionError, printable
-from h5chunk.feed.dataset import SAMPLE_NUMBER, ChunkDataset, without_numbers
+from h5chunk.feed.dataset import ChunkDataset, without_numbers
 from h5chunk.remote.mirror import remote_options
 from h5chunk.store.hdf5.keyed_index import KeyedIndex, Wanted
 from h5chunk.store.hdf5.keyed_list import open_index
 from h5chunk.store.hdf5.packing import check_decode
 from h5chunk.store.hdf5.patterns import parse_samples
 from h5chunk.store.read.checksums import OFF
+from h5chunk.store.read.fields import SAMPLE_NUMBER
 from h5chunk.store.read.files import Paths, list_data_files, single_file
 from h5chunk.store.read.keyed import keyed_source
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from h5chunk.errors import OptionError, check_whole, count_text, printable
-from h5chunk.feed.dataset import SAMPLE_NUMBER, ChunkDataset, without_numbers
+from h5chunk.feed.dataset import ChunkDataset, without_numbers
 from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.patch_weights import Weights, read_weights, weights_field
 from h5chunk.plan.draws import epoch_rows
@@ -28,7 +28,7 @@ from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.hdf5.packing import check_decode
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.field_readers import field_readers
-from h5chunk.store.read.fields import Fields, named_paths
+from h5chunk.store.read.fields import SAMPLE_NUMBER, Fields, named_paths
 from h5chunk.store.read.files import Paths, list_data_files
 from h5chunk.store.read.volumes import (
     POSITION,

@@ -140,13 +140,34 @@ def test_images_that_were_converted_are_joined_by_their_names(tmp_path: Path) ->
     y = write(tmp_path / "y.h5", number=np.arange(12), name=names)
     photos = tmp_path / "photos.h5"
     dataset = h5chunk.ChunkDataset(
-        {"images": photos, "labels": photos, "number": y},
-        key={"images": "source_names", "labels": "source_names", "number": "name"},
+        {"images": photos, "labels": str(photos), "number": y}, key={"images": "source_names", "number": "name"}
     )
     assert dataset.classes == ("a", "b") and dataset.source_names.tolist() == names[dataset.values("number")].tolist()
     for number in range(12):
         image, label, own = dataset[number]
         assert (np.asarray(image).squeeze() == IMAGES[own]).all() and label == own % 2
+
+
+def test_files_that_were_shuffled_are_not_joined_by_position_without_notice(tmp_path: Path) -> None:
+    a, b, c = (str(tmp_path / name) for name in ("a.h5", "b.h5", "c.h5"))
+    h5chunk.convert({"images": IMAGES, "label": np.arange(N)}, a, seed=1)
+    h5chunk.convert({"vectors": VECTORS}, b, seed=2)
+    h5chunk.convert({"vectors": VECTORS}, c, seed=1)
+    with pytest.raises(FieldError, match=r"have other orders, .* pass key='h5chunk/source_index'"):
+        h5chunk.ChunkDataset({"images": a, "vectors": b})
+    y = write(tmp_path / "y.h5", vectors=VECTORS)
+    by_source = {"images": "h5chunk/source_index", "vectors": "sample_number"}
+    for path, key in ((b, "h5chunk/source_index"), (c, None), (y, by_source)):
+        dataset = h5chunk.ChunkDataset({"images": a, "label": a, "vectors": path}, key=key)
+        images, label, vectors = dataset[range(N)]
+        assert (images.numpy() == IMAGES[label]).all() and (vectors.numpy() == VECTORS[label]).all()
+    with pytest.warns(
+        UserWarning, match=r"a.h5 was shuffled .* row i of \S+y.h5 is taken .* key='sample_number', and"
+    ) as w:
+        plainly = h5chunk.ChunkDataset({"images": a, "vectors": y})
+    assert w[0].filename == __file__ and repr(by_source) in str(w[0].message)
+    same = h5chunk.ChunkDataset({"images": a, "vectors": y}, key="sample_number")
+    assert (plainly[range(N)][1].numpy() == VECTORS).all() and (same[range(N)][1].numpy() == VECTORS).all()
 
 
 def test_errors_of_joined_files_name_remedies(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from h5chunk.store.read.vlen import describe_vlen, longest_text, text_part
 MATRIX_PARTS = ("indptr", "indices", "data")
 TENX_PARTS = (b"barcodes", b"indptr", b"indices", b"data", b"shape")
 WINDOW = "NT"  # beginning of the axes of a field of windows: samples, then time steps
+SAMPLE_NUMBER = "sample_number"  # the field that numbers samples
 KIND_ATTRIBUTES = ("encoding-type", "h5sparse_format")
 
 Fields = Mapping[str, str] | Sequence[str]

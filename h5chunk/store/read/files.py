@@ -24,9 +24,9 @@ from h5chunk.store.hdf5.lookalike import describe_lookalike
 from h5chunk.store.hdf5.patterns import natural
 from h5chunk.store.read.checksums import FIRST, OFF
 from h5chunk.store.read.field_readers import read_rows
-from h5chunk.store.read.fields import Stored
+from h5chunk.store.read.fields import SAMPLE_NUMBER, Stored
 from h5chunk.store.read.fileset import FileSet
-from h5chunk.store.read.joined import DROP, Joined, check_lengths, rows_by_key
+from h5chunk.store.read.joined import DROP, Joined, check_positions, rows_by_key
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.source import Source
@@ -78,7 +78,8 @@ def open_joined(
 
     ``paths`` has the path of each field, as `open_reader` takes it. ``fields`` and ``options`` are also those of
     `open_reader`. Without a ``key``, row i of each file belongs to sample i. Otherwise samples are joined by the values
-    of a dataset with this name, or of a table such as ``row_ids``; a mapping has that of each field's file.
+    of a dataset with this name, or of a table such as ``row_ids``, or by the numbers of rows, ``sample_number``; a
+    mapping has the key of each file, by one of its fields.
 
     Raises OptionError or FieldError if the files do not fit.
     """
@@ -89,37 +90,38 @@ def open_joined(
     groups: dict[Any, dict[str, Any]] = {}  # the fields of each path
     for name, dataset in fields.items():
         path: Any = paths[name]
-        groups.setdefault(tuple(path) if isinstance(path, list) else path, {})[name] = dataset
+        path = str(path) if isinstance(path, os.PathLike) else tuple(path) if isinstance(path, list) else path
+        groups.setdefault(path, {})[name] = dataset
     parts = [open_reader(path, own, **options) for path, own in groups.items()]
     if len(parts) == 1:
         return parts[0]
     rows: list[Any] = [None] * len(parts)
     if key is None:
-        check_lengths(parts)
+        check_positions(parts)
     else:
-        named = [[_key_of(key, name) for name in own] for own in groups.values()]
-        for part, own in zip(parts, named, strict=True):
-            if len({*own}) > 1:
-                raise OptionError(f"key has {names_text({*own})} for the fields of {printable(part.path)}: name one")
-        keys = [_read_key(part, own[0]) for part, own in zip(parts, named, strict=True)]
-        rows = rows_by_key(parts, keys, missing)
+        named = [_key_of(key, part, [*own]) for part, own in zip(parts, groups.values(), strict=True)]
+        rows = rows_by_key(parts, [_read_key(part, own) for part, own in zip(parts, named, strict=True)], missing)
     found = [own for part in parts for own in part.fields]
     ordered = [own for name in fields for own in found if own == name or own.startswith(f"{name}/")]
     return Joined(parts, rows, list(dict.fromkeys(ordered)))
 
 
-def _key_of(key: str | Mapping[str, str], name: str) -> str:
-    found = key.get(name) if isinstance(key, Mapping) else key
-    if not isinstance(found, str):
+def _key_of(key: str | Mapping[str, str], part: Source, names: Sequence[str]) -> str:
+    found = [key[name] for name in names if name in key] if isinstance(key, Mapping) else [key]
+    if not found or not all(isinstance(each, str) for each in found):
         raise OptionError(
-            f"key is {key!r}: pass the name of a dataset that all files have, or that of each field's file, as in "
-            f"key={{{name!r}: 'id'}}"
+            f"key is {key!r}: pass the name of a dataset that all files have, or that in the file of each field, as in "
+            f"key={{{names[0]!r}: 'id'}}"
         )
-    return found
+    if len({*found}) > 1:
+        raise OptionError(f"key has {names_text(sorted({*found}))} for the fields of {printable(part.path)}: name one")
+    return found[0]
 
 
 def _read_key(part: Source, name: str) -> np.ndarray:
     """Read the values of a dataset or table that say which sample is which: (n,), numbers or text."""
+    if name == SAMPLE_NUMBER:
+        return np.arange(part.num_samples)
     if name in (SOURCE_NAMES, ROW_IDS):
         return np.concatenate([values_of_samples(file, name) for file in part.readers])
     stored = reopen_with_fields(part, {name: name})

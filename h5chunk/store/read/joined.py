@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import FieldError, OptionError, count_text, printable, shown
-from h5chunk.store.read.fields import Field
+from h5chunk.store.read.fields import SAMPLE_NUMBER, Field
 from h5chunk.store.read.ragged import ImageSizes, RaggedField
 from h5chunk.store.read.samples import FieldReader, MappedRows
 from h5chunk.store.read.source import Source, SourceFile
-from h5chunk.store.read.tables import has_table
+from h5chunk.store.read.tables import find_table, has_table
 
 DROP, ERROR = "drop", "error"  # what to do with samples that are missing in some files
+SOURCE_INDEX = "source_index"  # the table with the number of each sample in its source
 MAX_INT = np.iinfo(np.int64).max
 MAX_WHOLE = 1 << 53  # larger whole numbers are not exact as float64
 
@@ -155,14 +156,45 @@ def main_part(parts: Sequence[Source]) -> int:
     return max(ragged or range(len(parts)), key=lambda each: parts[each].main.grid.sample_bytes)
 
 
-def check_lengths(parts: Sequence[Source]) -> None:
-    """Raise FieldError unless all parts have equally many samples."""
+def check_positions(parts: Sequence[Source]) -> None:
+    """Raise FieldError unless all parts have equally many samples, and converted ones the same order.
+
+    Warn if only some of them were shuffled when they were converted.
+    """
     if len({part.num_samples for part in parts}) > 1:
         listed = "; ".join(f"{printable(part.path)} has {count_text(part.num_samples, 'sample')}" for part in parts[:8])
         raise FieldError(
             f"files of one data set differ in length ({listed}): if they have a dataset that says which sample is "
             "which, such as an id, name it with key=..., and otherwise name files of equal length"
         )
+    shuffled = [part for part in parts if any(file.header and file.header.shuffled for file in part.readers)]
+    if not shuffled:
+        return
+    first, index = shuffled[0], _source_index(shuffled[0])
+    others = [(part, _source_index(part)) for part in parts if part is not first]
+    own, *_ = first.fields
+    for part, numbers in others:
+        name, *_ = part.fields
+        if numbers is None or index is None:
+            warnings.warn(
+                f"{printable(first.path)} was shuffled when it was converted, and row i of {printable(part.path)} is "
+                f"taken for the same sample: if this is right, pass key={SAMPLE_NUMBER!r}, and if it has the order of "
+                f"the source, key={{{own!r}: 'h5chunk/source_index', {name!r}: {SAMPLE_NUMBER!r}}}",
+                stacklevel=4,
+            )
+        elif not np.array_equal(numbers, index):
+            raise FieldError(
+                f"{printable(first.path)} and {printable(part.path)} have other orders, because they were converted with "
+                "shuffling: pass key='h5chunk/source_index' if their sources have one order, or else the "
+                "name of a dataset that says which sample is which"
+            )
+
+
+def _source_index(part: Source) -> np.ndarray | None:
+    """Return the number of each sample in its source, (n,) int64, or None if the files do not have it."""
+    found = [find_table(file, SOURCE_INDEX) if file.header is not None else None for file in part.readers]
+    tables = [table for table in found if table is not None]
+    return np.concatenate(tables) if len(tables) == len(found) else None
 
 
 def rows_by_key(parts: Sequence[Source], keys: Sequence[np.ndarray], missing: str) -> list[np.ndarray | None]:
