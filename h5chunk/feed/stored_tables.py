@@ -41,13 +41,19 @@ class StoredNames:
 
         The labels are the field ``labels`` or, without it, the only field with categories, such as ``obs/cell_type``.
         """
-        if self.header and self.header.class_names:
-            return self.header.class_names
+        if class_names := self._class_names:
+            return class_names
         coded = [
             name for name, field in self._reader.fields.items() if field.categories or min(field.names, default=-1) >= 0
         ]
         coded = [name for name in coded if name == "labels"] or coded
         return tuple(map(str, self.categories(coded[0]).tolist())) if len(coded) == 1 else ()
+
+    @property
+    def _class_names(self) -> tuple[str, ...]:
+        """The class names in the header of the file that has the labels."""
+        header = self._reader.part_of("labels").header if "labels" in self._reader.fields else self.header
+        return header.class_names if header else ()
 
     @property
     def source_names(self) -> np.ndarray:
@@ -102,8 +108,8 @@ class StoredNames:
         stored = self._reader.fields.get(field)
         if stored is None:
             stored = reopen_with_fields(self._reader.part_of(field), {field: field}).fields[field]
-        if stored.dataset.strip("/") == "labels" and self.header and self.header.class_names:
-            return np.array(self.header.class_names)
+        if stored.dataset.strip("/") == "labels" and self._class_names:
+            return np.array(self._class_names)
         where = f"{printable(self._reader.path)}: field {field!r}"
         if isinstance(stored, Field) and stored.names:
             lowest, highest = min(stored.names), max(stored.names)

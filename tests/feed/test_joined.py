@@ -142,6 +142,11 @@ def test_images_that_were_converted_are_joined_by_their_names(tmp_path: Path) ->
     dataset = h5chunk.ChunkDataset(
         {"images": photos, "labels": str(photos), "number": y}, key={"images": "source_names", "number": "name"}
     )
+    large = write(tmp_path / "z.h5", vectors=np.zeros((12, 9999)), name=names)
+    beside = h5chunk.ChunkDataset(
+        {"labels": photos, "vectors": large}, key={"labels": "source_names", "vectors": "name"}
+    )
+    assert beside.classes == ("a", "b") == tuple(beside.categories("labels"))
     assert dataset.classes == ("a", "b") and dataset.source_names.tolist() == names[dataset.values("number")].tolist()
     for number in range(12):
         image, label, own = dataset[number]

@@ -58,10 +58,8 @@ class Joined(Source):
             chunk_starts=chunk_starts,
             is_rows=True,
         )
-        named = [part.header for part in parts if part.header and part.header.class_names and "labels" in part.fields]
         if leading.header is not None:
-            classes = named[0].class_names if named else ()
-            self.header = replace(leading.header, num_samples=num_samples, class_names=classes)
+            self.header = replace(leading.header, num_samples=num_samples)
 
     def _describe(self, name: str, num_samples: int) -> Field | RaggedField:
         number = self._part_of[name]
@@ -184,8 +182,8 @@ def check_positions(parts: Sequence[Source]) -> None:
             )
         elif not np.array_equal(numbers, index):
             raise FieldError(
-                f"{printable(first.path)} and {printable(part.path)} have other orders, because they were converted with "
-                "shuffling: pass key='h5chunk/source_index' if their sources have one order, or else the "
+                f"{printable(first.path)} and {printable(part.path)} have other orders, because convert shuffled "
+                "them: pass key='h5chunk/source_index' if their sources have one order, or else the "
                 "name of a dataset that says which sample is which"
             )
 
