@@ -326,3 +326,14 @@ def test_fields_that_are_longer_in_some_episodes_only_are_an_error(tmp_path: Pat
         file["episode_2/rewards"] = np.zeros(LENGTHS[2] + 1)
     with pytest.raises(h5chunk.FieldError, match=r"fields differ in length .*episode_2"):
         h5chunk.Windows(path, {name: fields[name] for name in ("obs", "action", "reward")}, LENGTH)
+
+
+def test_an_empty_attribute_counts_as_lacking_if_there_is_a_default(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number in range(3):
+            file[f"episode_{number}/x"] = np.arange(4)
+            file[f"episode_{number}"].attrs["seed"] = h5py.Empty("i8") if number == 1 else number
+    windows = h5chunk.Windows(tmp_path / "a.h5", {"x": "*/x"}, 4, attributes={"seed": -1})
+    keyed = h5chunk.Keyed(tmp_path / "a.h5", "*/x", attributes={"seed": -1})
+    for dataset in (windows, keyed):
+        assert [int(dataset[number][1]) for number in range(3)] == [0, -1, 2]

@@ -51,6 +51,13 @@ def read_attribute(item: Any, name: str, where: str, kind: type[H5ChunkError]) -
     return value.reshape(()).item() if value.size == 1 else value.tolist()
 
 
+def has_attribute(item: Any, name: str, default: Any) -> bool:
+    """Return whether an object has an attribute. With a default, an empty attribute counts as lacking."""
+    if not h5py.h5a.exists(item, name.encode()):
+        return False
+    return default is None or h5py.h5a.open(item, name.encode()).shape not in (None, (0,))
+
+
 def as_number(value: Any, default: Any, name: str, where: str) -> Any:
     """Return a value of an attribute whose default is a number: None if it is missing, and a string as a number."""
     if not isinstance(value, bytes) or not isinstance(default, (int, float)):

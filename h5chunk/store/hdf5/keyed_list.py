@@ -24,7 +24,7 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.machine import available_cores
-from h5chunk.store.hdf5.attributes import as_number, column_of, read_attribute
+from h5chunk.store.hdf5.attributes import as_number, column_of, has_attribute, read_attribute
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import (
     ALL_FILTERS,
@@ -272,7 +272,7 @@ class _Lister:
             owners.append(dataset)
         for name, own in values.items():
             default = self._wanted.attributes[name]
-            owner = next((each for each in owners if h5py.h5a.exists(each, name.encode())), None)
+            owner = next((each for each in owners if has_attribute(each, name, default)), None)
             if owner is not None:
                 own.append(as_number(read_attribute(owner, name, where, FieldError), default, name, where))
                 continue
@@ -287,7 +287,7 @@ class _Lister:
         parts = self._folder[0].split("/") if self._folder[0] else []
         for number in range(len(parts), -1, -1):
             group = self.guard.find(self._file, "/".join(parts[:number]) or "/")
-            if group is not None and h5py.h5a.exists(group.id, name.encode()):
+            if group is not None and has_attribute(group.id, name, self._wanted.attributes[name]):
                 value = read_attribute(group.id, name, where, FieldError)
                 return as_number(value, self._wanted.attributes[name], name, where)
         return None

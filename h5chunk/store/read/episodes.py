@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, OptionError, printable
-from h5chunk.store.hdf5.attributes import read_attribute
+from h5chunk.store.hdf5.attributes import has_attribute, read_attribute
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import errors_as, follow, opened
 from h5chunk.store.hdf5.patterns import Match, Pattern, find_matches
@@ -299,7 +299,7 @@ def as_bytes(text: bytes | str) -> bytes:
 def attribute_of(item: h5py.Group | h5py.Dataset | None, where: str, name: str, default: Any, file: Path) -> np.ndarray:
     """Read an attribute of an episode. ``default`` is the value if it is missing; None: raise FieldError."""
     assert item is not None
-    if default is not None and not h5py.h5a.exists(item.id, name.encode()):
+    if default is not None and not has_attribute(item.id, name, default):
         return np.array(default.encode() if isinstance(default, str) else default)
     return np.array(read_attribute(item.id, name, f"{printable(file)}: {printable(where)}", FieldError))
 
