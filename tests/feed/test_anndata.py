@@ -45,6 +45,25 @@ def test_a_matrix_with_its_labels(tmp_path: Path, matrix: str, factor: int, comp
     assert sorted(map(len, dataset.split((0.5, 0.5), stratify="obs/type"))) == [30, 30]
 
 
+def test_modalities_and_their_columns_in_several_files(tmp_path: Path) -> None:
+    paths, fields = [tmp_path / "a.h5mu", tmp_path / "b.h5mu"], ["mod/rna/X", "mod/atac/layers/counts"]
+    for path in paths:
+        with h5py.File(path, "w") as file, h5py.File(cells(tmp_path / "cells.h5ad")) as single:
+            for name in ("rna", "atac"):
+                for part in ("X", "layers", "obs", "var"):
+                    single.copy(part, file.require_group(f"mod/{name}"), part)
+    dataset = ChunkDataset(paths, fields=fields)
+    assert dataset.column_ids.tolist() == GENES and dataset.row_ids[60:62].tolist() == ["cell0", "cell1"]
+    for rna, counts in ChunkLoader(dataset, 16):
+        np.testing.assert_array_equal(2 * rna, counts)
+    with h5py.File(paths[1], "a") as file:
+        names = file["mod/atac/var"][file["mod/atac/var"].attrs["_index"]]
+        names[3] = "another"
+    with pytest.raises(FieldError, match="its columns differ"):
+        ChunkDataset(paths, fields=fields)
+    assert len(ChunkDataset(paths, fields=fields[:1])) == 120
+
+
 def test_categories_of_older_files(tmp_path: Path) -> None:
     path = cells(tmp_path / "a.h5ad")
     with h5py.File(path, "a") as file:

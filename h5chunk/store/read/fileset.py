@@ -182,9 +182,9 @@ def _check_names(readers: Sequence[Source]) -> None:
 
 def _check_same_names(readers: Sequence[Source]) -> None:
     """Raise FieldError if the column ids of a matrix, or the categories of a field, differ between files."""
-    if all(reader.matrix is not None for reader in readers):
-        check_same([(reader, COLUMN_IDS) for reader in readers], "columns", COLUMNS_REMEDY)
     for name in readers[0].fields:
+        if all(isinstance(reader.fields[name], MatrixField) for reader in readers):
+            check_same([(reader, COLUMN_IDS) for reader in readers], "columns", COLUMNS_REMEDY, name)
         tables = [(reader, reader.fields[name].categories) for reader in readers]
         if all(table for _, table in tables):
             check_same(tables, f"categories of {name!r}", CATEGORIES_REMEDY)

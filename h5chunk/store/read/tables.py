@@ -52,16 +52,19 @@ def read_table(reader: Source, name: str) -> np.ndarray:
     return values
 
 
-def find_table(reader: Source, name: str) -> np.ndarray | None:
-    """Read a table as `read_table` does, but return None if the file does not have it."""
+def find_table(reader: Source, name: str, matrix: str = "") -> np.ndarray | None:
+    """Read a table as `read_table` does, but return None if the file does not have it.
+
+    ``matrix`` is the field of the matrix whose ids are read. Default: the first matrix.
+    """
     if reader.header is None:
-        return _read_foreign_table(reader, name)
+        return _read_foreign_table(reader, name, matrix)
     try:
         stored = H5Reader(reader.path, {name: f"{GROUP}/{name}"}, trusted=reader.trusted)
     except (TrustError, UnsupportedError):
         raise
     except FieldError:
-        return _read_foreign_table(reader, name)
+        return _read_foreign_table(reader, name, matrix)
     return read_rows(stored, name, np.arange(stored.num_samples))
 
 
@@ -97,10 +100,10 @@ def _has_table(file_path: Path, trusted: bool, name: str, matrix: str) -> bool:
         return any(guard.find(file, path) is not None for path in paths)
 
 
-def _read_foreign_table(reader: Source, name: str) -> np.ndarray | None:
+def _read_foreign_table(reader: Source, name: str, matrix: str = "") -> np.ndarray | None:
     """Read a table of an AnnData or 10x file, in a child process because HDF5 may hang on damaged strings."""
-    matrix = reader.matrix.dataset if reader.matrix else ""
-    values = in_child(reader.path, _find_values, reader.path, reader.trusted, name, matrix)
+    field = reader.ragged_fields[matrix] if matrix else reader.matrix
+    values = in_child(reader.path, _find_values, reader.path, reader.trusted, name, field.dataset if field else "")
     reader.check_unchanged()
     return values
 
@@ -124,7 +127,13 @@ def _table_paths(file: h5py.File, guard: Guard, name: str, matrix: str) -> Itera
         yield name
         return
     yield from [f"{matrix}/barcodes"] if name == ROW_IDS else [f"{matrix}/features/id", f"{matrix}/genes"]
-    table = "obs" if name == ROW_IDS else "raw/var" if matrix.startswith("raw/") else "var"
+    # var is beside X, layers and raw/X, obs beside X, layers and raw; a modality of MuData has its own
+    folder = matrix.split("/")[:-1]
+    if folder and folder[-1] in (("layers", "raw") if name == ROW_IDS else ("layers",)):
+        folder = folder[:-1]
+    table = "/".join([*folder, "obs" if name == ROW_IDS else "var"])
+    if name == ROW_IDS and guard.find(file, table) is None:
+        table = "obs"
     group = guard.find(file, table)
     if isinstance(group, h5py.Group):
         label = f"{printable(guard.path)}: {table!r}"
@@ -162,12 +171,12 @@ def _values(file: h5py.File, guard: Guard, path: str) -> np.ndarray:
     return np.array(words, f"S{max(1, width)}")
 
 
-def check_same(tables: Sequence[tuple[Source, str]], noun: str, remedy: str) -> None:
+def check_same(tables: Sequence[tuple[Source, str]], noun: str, remedy: str, matrix: str = "") -> None:
     """Raise FieldError if the tables of several files differ.
 
-    ``noun`` names the contents of the tables in the message.
+    ``noun`` names the contents of the tables in the message. For ``matrix`` see `find_table`.
     """
-    contents = [(reader.path, find_table(reader, name)) for reader, name in tables]
+    contents = [(reader.path, find_table(reader, name, matrix)) for reader, name in tables]
     named = [(printable(path), names) for path, names in contents if names is not None]
     for path, names in named[1:]:
         first_path, first = named[0]
