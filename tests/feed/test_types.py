@@ -213,7 +213,8 @@ def test_convert_of_python_strings_and_info_of_types(tmp_path):
         file["events"], file["kspace"], file["caption"] = EVENTS, native(VALUES["complex"]), TEXTS
     text = str(h5chunk.info(tmp_path / "a.h5", show_all=True))
     assert "is a table of pt float32, label int64, p4 (float32 x 4), z (table of k int16, c complex64)" in text
-    assert "such as 'events/pt'" in text
+    assert "ChunkDataset(path, fields=['events/pt']) reads a column" in text
+    assert "usable if named (is a table of" in str(h5chunk.info(tmp_path / "a.h5"))
     assert "kspace  complex64 40 x 3 x 2" in text
     assert "caption" in text and "name it in fields to read them as str" in text
 

@@ -46,7 +46,7 @@ def test_many_alike_share_a_line(tmp_path: Path) -> None:
     assert "data/demo_0/obs/pos to data/demo_99/obs/pos (119 datasets)  float64, 50 to 56 samples each of 3," in text
     assert "data/demo_60/obs/pos  float64, 54 samples of 4," in text
     assert "not for training (a single value, which has no axis of samples): 120: meta/0, " in text
-    assert "not for training (has strings of variable length" in text
+    assert "usable if named (has strings of variable length" in text
     assert "data/demo_60/obs/pos" in str(h5chunk.info(path, show_all=True)).partition("classes")[0]
     assert 'fields=["data/demo_60/obs/pos", "data/demo_60/actions"]' in text and samples_of(path) == 54
 

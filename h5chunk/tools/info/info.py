@@ -529,7 +529,7 @@ def _type_verdict(dataset: h5py.Dataset) -> str:
     kind = dataset.id.get_type()
     if columns := members_of(kind):
         name = f"{dataset.name.strip('/')}/{'/'.join(columns[0])}"
-        return f"is a {type_text(kind)}: name columns in fields, such as {name!r}"
+        return f"is a {type_text(kind)}: ChunkDataset(path, fields=[{name!r}]) reads a column"
     if is_text(dataset):
         return "has strings of variable length: name it in fields to read them as str"
     try:

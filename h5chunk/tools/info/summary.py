@@ -26,6 +26,7 @@ BATCH = 256
 IMAGES = "JPEG or PNG images, which h5chunk.Windows decodes if they have one size"
 SINGLE = "a single value, which has no axis of samples"
 VLEN = "arrays of variable length, a field that must be named: ChunkDataset(path, fields=[...])"
+BY_NAME = ("is a table of ", "has strings of variable length: ", "has elements of ")  # usable if a field names them
 TRUSTED = ", trusted=True"
 IMAGE_NAMES = re.compile(
     r"ima?ge?s?\b|image|img|frame|rgb|photo|picture|pixel|video|scan|slice|volume|point|(^|/)(x|data)$|raw"
@@ -185,7 +186,8 @@ def summarise(datasets: Sequence[DatasetInfo]) -> list[str]:
             others.setdefault(dataset.verdict, []).append(dataset.name)
     for why, names in list(others.items())[: MAX_LINES // 2]:
         listed = list_some(names) if len(names) > 1 else names[0]
-        lines.append(f"{why}: {listed}" if why in (VLEN, IMAGES) else f"not for training ({why}): {listed}")
+        prefix = "usable if named" if why.startswith(BY_NAME) else "not for training"
+        lines.append(f"{why}: {listed}" if why in (VLEN, IMAGES) else f"{prefix} ({why}): {listed}")
     hidden += sum(map(len, list(others.values())[MAX_LINES // 2 :]))
     return [*lines, f"{count_text(hidden, 'more dataset')} (--all)"] if hidden else lines
 
