@@ -144,7 +144,11 @@ class KeyedSource(Samples):
         _, file = self._opened
         assert file is not None
         try:
-            return np.asarray(file[self._place(self._patterns[name], index)][()])
+            path, member = self._place(self._patterns[name], index), self._index.fields[name].member
+            values = file[path[: -1 - len("/".join(member))] if member else path][()]
+            for each in member:
+                values = values[each]
+            return np.asarray(values)
         except (OSError, KeyError, ValueError, RuntimeError) as error:
             raise SampleError(f"cannot be read: HDF5: {error}") from None
 

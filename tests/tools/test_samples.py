@@ -237,3 +237,15 @@ def test_info_tells_of_all_fields(path: Path) -> None:
         "depth": "float32", "image": "uint8", "age": "int64", "word": "|S3", "n": "int64",
     }  # fmt: skip
     assert "83 samples" in str(info) and all(each.verdict.startswith("good") for each in info.datasets)
+
+
+def test_columns_of_tables_and_strings(tmp_path):
+    rows = np.zeros(4, [("pt", ">f4"), ("p4", "f4", (2,))])
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number in range(3):
+            rows["pt"] = number
+            file[f"s{number}/table"], file[f"s{number}/name"] = rows, f"name {number}"
+    patterns = ["*/table.pt", "*/name"]
+    h5chunk.convert(tmp_path / "a.h5", tmp_path / "b.h5", samples=patterns, shuffle=False)
+    dataset = h5chunk.ChunkDataset(tmp_path / "b.h5", fields=["table.pt", "name"])
+    assert [(pt.tolist(), name) for pt, name in dataset] == [([float(n)] * 4, f"name {n}") for n in range(3)]
