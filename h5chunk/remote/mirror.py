@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,6 @@ from h5chunk.remote import client
 from h5chunk.remote.pages import IN_USE, OBJECT, PAGE, Locks, Pages, Runs
 from h5chunk.stamp import keep_stamp
 from h5chunk.urls import local_copies, without_query
-
-AHEAD_BYTES, MAX_AHEAD_BYTES = 256 << 10, 8 << 20  # minimum fetch for HDF5, doubled while it reads sequentially
 
 
 @dataclass(frozen=True)
@@ -71,15 +70,18 @@ class Hold:
     """A lock that protects pages of a sparse copy from being freed until `close`."""
 
     def __init__(self, mirror: Mirror, runs: Runs) -> None:
-        self._mirror, self._runs = mirror, runs
+        self._mirror, self.runs = mirror, runs
         self._locks, self._lock = Locks(mirror.pages.folder), threading.Lock()
         self._locks.lock(IN_USE, runs, shared=True)
         self.absent = mirror.pages.absent(runs)
         self._uses = 1 + bool(self.absent)  # one by the caller, and one by the fetch
         self.cancel: Callable[[], object] | None = None  # cancels the fetch
 
-    def close(self) -> None:
-        """Release the pages. They may be freed once they are fetched, and without a cache they are freed then."""
+    def close(self, *, frees: bool = True) -> None:
+        """Release the pages. They may be freed once they are fetched, and without a cache they are freed then.
+
+        With ``frees=False``, the caller frees them.
+        """
         with self._lock:
             self._uses -= 1
             is_over = not self._uses
@@ -87,8 +89,8 @@ class Hold:
             self.cancel()
         if is_over:
             self._locks.close()
-            if not self._mirror.keeps:
-                self._mirror.pages.free(self._runs)
+            if frees and not self._mirror.keeps:
+                self._mirror.pages.free(self.runs)
 
     def drop(self) -> None:
         """Release the pages even if absent pages were not fetched."""
@@ -103,7 +105,7 @@ class Mirror:
         self.url, self._folder, self.options = url, folder, options
         self.keeps, self.cache_bytes = options.cache_dir is not None, options.cache_bytes
         self._opened: tuple[int, Pages] | None = None
-        self._next, self._ahead = -1, AHEAD_BYTES
+        self._retained: list[Hold] | None = None  # holds to release at the end of a context
         self._register()
 
     @property
@@ -171,21 +173,65 @@ class Mirror:
             connection.opened.add(self._folder)
         return connection
 
-    def read(self, offset: int, buffer: memoryview) -> int:
-        """Read bytes for HDF5, and return their number. If bytes are absent, fetch more than requested."""
-        stop = min(offset + len(buffer), self.pages.num_bytes)
-        if stop <= offset:
-            return 0
-        end = stop
-        if self.pages.absent(page_runs(np.array([offset]), np.array([stop - offset]))):
-            self._ahead = min(2 * self._ahead, MAX_AHEAD_BYTES) if offset <= self._next <= stop else AHEAD_BYTES
-            end = self._next = min(max(stop, offset + self._ahead), self.pages.num_bytes)
-        hold = self.held(offset, end - offset)
-        self.pages.keep(hold.absent)  # HDF5 reads the same metadata repeatedly
+    # ---- metadata, which `h5chunk.remote.mirror_file` reads for HDF5
+
+    def are_absent(self, offset: int, stop: int) -> bool:
+        """Return whether some bytes must be fetched."""
+        return bool(self.pages.absent([(offset // PAGE, -(-stop // PAGE))]))
+
+    def is_kept(self, offset: int, stop: int) -> bool:
+        """Return whether bytes are present, and never freed."""
+        return self.pages.are_kept(offset // PAGE, -(-stop // PAGE))
+
+    def is_held(self, offset: int, stop: int) -> bool:
+        """Return whether bytes are held as metadata in this process."""
+        return bool(self._holds[offset // PAGE : -(-stop // PAGE)].all())
+
+    def hold_metadata(self, offsets: Any, sizes: Any) -> Hold:
+        """Hold byte ranges as `held` does, until `release`."""
+        hold = self.held(offsets, sizes)
+        for first, stop in hold.runs:
+            self._holds[first:stop] += 1
+        return hold
+
+    def keep(self, offset: int, stop: int) -> None:
+        """Never free bytes, which are held, because HDF5 reads the same metadata repeatedly."""
+        if self._retained is None:
+            self.pages.keep([(offset // PAGE, -(-stop // PAGE))])
+
+    def release(self, hold: Hold) -> None:
+        """Release metadata, and free it if the cache has a limit, which it would use up."""
+        if self._retained is not None and self.cache_bytes is None:
+            self._retained.append(hold)
+            return
+        for first, stop in hold.runs:
+            self._holds[first:stop] -= 1
+        hold.close()
+        if self.keeps and self.cache_bytes is not None:
+            self.pages.free(hold.runs)
+
+    @contextmanager
+    def without_keeping(self) -> Iterator[None]:
+        """Hold what HDF5 reads in a context, but do not keep it afterwards. The caller frees it (`free_unused`)."""
+        self._retained = retained = list[Hold]()
         try:
-            return os.preadv(self.pages.descriptor, [buffer[: stop - offset]], offset)
+            yield
         finally:
-            hold.close()
+            self._retained = None
+            for hold in retained:
+                for first, stop in hold.runs:
+                    self._holds[first:stop] -= 1
+                hold.close(frees=False)
+
+    def free_unused(self) -> None:
+        """Without a cache, free all pages that are not metadata to keep, and not in use."""
+        if not self.keeps:
+            self.pages.free([(0, self.pages.num_pages)])
+
+    @cached_property
+    def _holds(self) -> np.ndarray:
+        """The number of holds on each page as metadata: (n,) uint32."""
+        return np.zeros(self.pages.num_pages, np.uint32)
 
     @property
     def descriptor(self) -> Descriptor:
@@ -201,39 +247,13 @@ class Mirror:
         return descriptor
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "socket": client.client().path}
+        kept = {name: value for name, value in self.__dict__.items() if name != "_holds"}
+        return {**kept, "_opened": None, "_retained": None, "socket": client.client().path}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         client.use(state.pop("socket"))
         self.__dict__.update(state)
         self._register()
-
-
-class MirrorFile:
-    """A file object through which h5py reads a mirror."""
-
-    def __init__(self, mirror: Mirror) -> None:
-        self._mirror, self._at = mirror, 0
-
-    def readinto(self, buffer: Any) -> int:
-        done = self._mirror.read(self._at, memoryview(buffer).cast("B"))
-        self._at += done
-        return done
-
-    def read(self, size: int = -1) -> bytes:
-        data = bytearray(size)
-        return bytes(data[: self.readinto(data)])
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._mirror.pages.num_bytes}[whence]
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def __repr__(self) -> str:  # h5py uses this as the name of the file
-        return str(self._mirror.path)
 
 
 def page_runs(offsets: np.ndarray, sizes: np.ndarray) -> Runs:
@@ -242,6 +262,8 @@ def page_runs(offsets: np.ndarray, sizes: np.ndarray) -> Runs:
     >>> page_runs(np.array([0, 40_000, 1_000_000]), np.array([20_000, 10, 1]))
     [(0, 3), (61, 62)]
     """
+    if not len(offsets):
+        return []
     order = np.argsort(offsets, kind="stable")
     firsts, stops = offsets[order] // PAGE, -(-(offsets + sizes)[order] // PAGE)
     stops = np.maximum.accumulate(stops)
@@ -260,8 +282,7 @@ def open_url(url: str, options: RemoteOptions) -> Mirror:
     if known is not None and (known.url, known.options) == (url, options) and known.pages.is_there:
         return known  # so that a mirror identifies an object
     mirror = Mirror(url, folder, options)
-    if not mirror.keeps:  # free the pages that a killed process left
-        mirror.pages.free([(0, len(mirror.pages.present()))])
+    mirror.free_unused()  # which a killed process may have left
     return mirror
 
 

@@ -133,6 +133,20 @@ class Pages:
         for first, stop in runs:
             self._mark(first, stop, b"\2")
 
+    def are_kept(self, first: int, stop: int) -> bool:
+        """Return whether all pages of a run are kept."""
+        return not self._table[first:stop].strip(b"\2")
+
+    def which_are_kept(self, pages: np.ndarray) -> np.ndarray:
+        """Return which of some pages are kept: (n,) bool."""
+        found: np.ndarray = np.frombuffer(self._table, np.uint8)[pages] == 2
+        return found
+
+    @property
+    def num_pages(self) -> int:
+        """The number of pages, present or not."""
+        return len(self._table)
+
     def free(self, runs: Iterable[tuple[int, int]]) -> None:
         """Mark pages as absent and free their space, unless they are in use, being fetched or kept."""
         for start, end in runs:

@@ -75,6 +75,78 @@ def test_opening_takes_two_requests_then_one(photos):
         assert len(server.requests) == 3
 
 
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    """A file of 150 groups, each with a dataset in chunks and an attribute, in a random order of their names."""
+    path = tmp_path_factory.mktemp("traces") / "traces.h5"
+    random = np.random.default_rng(0)
+    with h5py.File(path, "w") as file:
+        for number in random.permutation(150).tolist():
+            group = file.create_group(f"traces/{number:03}")
+            group.create_dataset("data", data=np.full((400, 60), number, np.float32), chunks=(100, 60))
+            group.attrs["label"] = number
+    return path
+
+
+def changed(path):
+    """Return the bytes of a file after an unused byte of its header was changed."""
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    return bytes(data)
+
+
+OPENED = {
+    "keyed": lambda path, **how: h5chunk.Keyed(path, "traces/*/data", attributes=["label"], **how),
+    "windows": lambda path, **how: h5chunk.Windows(path, {"data": "traces/*/data"}, 16, **how),
+    "patches": lambda path, **how: h5chunk.Patches(path, {"data": "traces/*/data"}, (8, 8), **how),
+}
+
+
+@pytest.mark.parametrize("kind", ["keyed", "windows"])
+def test_files_of_many_objects_are_opened_by_few_requests(traces, kind):
+    with served(traces) as server:
+        remote = OPENED[kind](f"{server.url}/traces.h5")
+        assert len(server.requests) < 40
+        assert_equal(batches(remote), batches(OPENED[kind](traces)))
+        before = len(server.requests)
+        OPENED[kind](f"{server.url}/traces.h5")
+        assert len(server.requests) - before < 10
+
+
+def test_the_index_of_an_object_is_in_the_cache_and_its_metadata_is_not(traces, tmp_path):
+    with served(traces) as server:
+        url, where = f"{server.url}/traces.h5", tmp_path / "own"
+        OPENED["keyed"](url, cache_dir=where)
+        before = len(server.requests)
+        OPENED["keyed"](url, cache_dir=where)
+        assert len(server.requests) == before + 1
+        OPENED["keyed"](url)
+        (copy,) = (tmp_path / "cache").glob("h5chunk/*/object.h5")
+        assert copy.stat().st_blocks * 512 < traces.stat().st_size / 4
+        server.objects["/traces.h5"] = changed(traces)
+        with pytest.warns(UserWarning, match=r"http://.*/traces.h5: the index is rebuilt"):
+            OPENED["keyed"](url, cache_dir=where)
+
+
+@pytest.mark.parametrize("kind", OPENED)
+def test_other_kinds_of_samples_notice_that_an_object_changes(traces, kind):
+    with served(traces) as server:
+        data = OPENED[kind](f"{server.url}/traces.h5")
+        server.objects["/traces.h5"] = changed(traces)
+        with pytest.raises(FileError, match=r"http://.*/traces.h5.*was replaced or changed"):
+            batches(data)
+
+
+@pytest.mark.parametrize("kind", OPENED)
+def test_other_kinds_of_samples_keep_to_the_limit_of_the_cache(traces, tmp_path, kind):
+    with served(traces) as server:
+        limit = traces.stat().st_size // 2
+        data = OPENED[kind](f"{server.url}/traces.h5", cache_dir=tmp_path / "own", cache_bytes=limit)
+        for number in range(0, len(data), max(1, len(data) // 40)):
+            data[number]
+            assert cached_bytes(tmp_path / "own") <= limit
+
+
 def test_presigned_urls(photos, tmp_path):
     with served(photos) as server:
         server.query = "X-Amz-Expires=60&X-Amz-Signature=a%2Fb/c"

@@ -15,6 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,16 +48,17 @@ from h5chunk.store.hdf5.keyed_index import (
     joined,
     stamps_of,
 )
-from h5chunk.store.hdf5.open import descriptor_of, follow, opened
+from h5chunk.store.hdf5.open import descriptor_of, fetched_objects, follow, opened
 from h5chunk.store.hdf5.patterns import fill
 from h5chunk.store.hdf5.ranges import held
 from h5chunk.store.hdf5.strings import POINTER, FileBytes, read_strings
 from h5chunk.store.hdf5.types import element_of, find_column, find_member, read_elements, type_problem, type_text
+from h5chunk.urls import local_copy_of
 
 PART_SAMPLES = 5_000  # samples per range; a child process lists a range in about a second
 PART_FILES = 500  # files per range
 MAX_TEXT_BYTES = 64 << 10  # limit on strings of variable length, which the index has
-REPORTED = 1000  # number of samples between two reports of progress
+FETCHED = 500  # samples of a remote file whose metadata is fetched together, and between two reports of progress
 HEADER_BYTES = 4 << 10  # bytes after the start of an object header to search for a compact dataset's values
 
 Report = Callable[[int, "int | None"], None]  # called with the number of listed samples, and the total
@@ -89,7 +91,11 @@ def open_index(files: Sequence[Path], wanted: Wanted, report: Report) -> KeyedIn
         which = "the file has" if len(changed) == 1 else f"this and {len(changed) - 1} other files have"
         warnings.warn(f"{place}: the index is rebuilt, because {which} changed since it was indexed", stacklevel=4)
     paths = dict(zip(stored.files, files, strict=True))
-    new = _list_files({name: paths[name] for name in due}, wanted, report)
+    try:
+        new = _list_files({name: paths[name] for name in due}, wanted, report)
+    finally:
+        for mirror in filter(None, map(local_copy_of, files)):
+            mirror.free_unused()
     if dict(zip(stored.files, stamps_of(files, wanted), strict=True)) != stamps:
         raise FileError(f"{printable(files[0])} or another file changed while it was indexed: try again")
     others = [name for name in known if name not in stamps]
@@ -166,7 +172,7 @@ def _list_keys(files: Sequence[Path], wanted: Wanted) -> list[Keys]:
     found = []
     for path in files:
         guard = Guard(path, wanted.trusted)
-        with limited_memory(path, wanted.trusted), opened(path) as file:
+        with limited_memory(path, wanted.trusted), _without_keeping(path), opened(path) as file:
             names: list[bytes] = []
             kinds = {h5py.h5l.TYPE_HARD}
             _walk(file["/"], groups, b"", guard, names, kinds)
@@ -206,15 +212,17 @@ def _list_part(say: Say, part: Sequence[Keys], wanted: Wanted) -> KeyedIndex:
     values: dict[str, list[Any]] = {name: [] for name in wanted.attributes}
     done = 0
     for path, all_hard, keys in part:
-        with limited_memory(path, wanted.trusted), opened(path) as file:
+        with limited_memory(path, wanted.trusted), _without_keeping(path), opened(path) as file:
             lister = _Lister(file, wanted, all_hard)
             for field in fields.values():
                 field.enter(file, lister.guard)
-            for key in keys:
-                lister.add(key.decode("utf-8", "surrogateescape"), fields, values)
-                done += 1
-                if done % REPORTED == 0:
-                    say(done)
+            for start in range(0, len(keys), FETCHED):
+                some = [key.decode("utf-8", "surrogateescape") for key in keys[start : start + FETCHED]]
+                with fetched_objects(file, [fill(each, key) for each in wanted.patterns.values() for key in some]):
+                    for key in some:
+                        lister.add(key, fields, values)
+                done += len(some)
+                say(done)
             for field in fields.values():
                 field.leave()
     say(done)
@@ -234,6 +242,12 @@ def _list_part(say: Say, part: Sequence[Keys], wanted: Wanted) -> KeyedIndex:
         columns,
         np.cumsum([0, *(len(each.keys) for each in part)]),
     )
+
+
+def _without_keeping(path: Path) -> AbstractContextManager[None]:
+    """Keep no metadata of a remote file in a context, because the index has all that is needed of it."""
+    mirror = local_copy_of(path)
+    return nullcontext() if mirror is None else mirror.without_keeping()
 
 
 class _Lister:

@@ -7,16 +7,17 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 from h5py._objects import phil
 
 from h5chunk.errors import FileError, H5ChunkError, OutputError, printable
-from h5chunk.remote.mirror import MirrorFile
+from h5chunk.remote.mirror_file import MirrorFile, fetched
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.lookalike import describe_lookalike
 from h5chunk.urls import hint_for_url, is_cut_url, local_copy_of
@@ -244,6 +245,39 @@ def follow(start: Any, path: str) -> Any:
             return None
         item = h5py.h5o.open(item, part)
     return item
+
+
+@contextmanager
+def fetched_objects(file: h5py.File, paths: Collection[str]) -> Iterator[None]:
+    """Fetch the headers of the objects at paths of a remote file, which are held in a context.
+
+    All objects of one level of groups are fetched together, because HDF5 reads them one after another. Paths that do
+    not exist, or with other links than hard ones, are ignored. Nothing is done for a local file.
+    """
+    mirror = local_copy_of(file.filename)
+    with ExitStack() as held:
+        level: dict[tuple[str, ...], Any] = {}  # the objects of a level, by the names on their paths
+        if mirror is not None:
+            level = {(): h5py.h5g.open(file.id, b"/")}
+        listed = [tuple(filter(None, path.split("/"))) for path in paths] if level else []
+        for depth in range(1, max(map(len, listed), default=0) + 1):
+            addresses: dict[tuple[str, ...], int] = {}
+            for names in sorted({names[:depth] for names in listed if len(names) >= depth}):
+                parent = level.get(names[:-1])
+                with suppress(*DAMAGES):  # which are reported when the object is opened
+                    if isinstance(parent, h5py.h5g.GroupID):
+                        link = parent.links.get_info(names[-1].encode())
+                        if link.type == h5py.h5l.TYPE_HARD:
+                            addresses[names] = link.u
+            held.enter_context(fetched(mirror, np.array([*addresses.values()], np.int64)))
+            inner = {names[:depth] for names in listed if len(names) > depth}
+            opened_below: dict[tuple[str, ...], Any] = {}
+            for names in addresses:
+                if names in inner:
+                    with suppress(*DAMAGES):
+                        opened_below[names] = h5py.h5o.open(level[names[:-1]], names[-1].encode())
+            level = opened_below
+        yield
 
 
 def same_file(item: h5py.HLObject, other: h5py.HLObject) -> bool:

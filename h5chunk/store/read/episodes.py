@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +18,7 @@ import numpy as np
 from h5chunk.errors import FieldError, OptionError, printable
 from h5chunk.store.hdf5.attributes import has_attribute, read_attribute
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import errors_as, follow, opened
+from h5chunk.store.hdf5.open import errors_as, fetched_objects, follow, opened
 from h5chunk.store.hdf5.patterns import Match, Pattern, find_matches
 from h5chunk.store.hdf5.types import element_of, read_elements, type_problem
 from h5chunk.store.read.arrays import Arrays, Blocks
@@ -164,11 +165,12 @@ def open_episodes(
     Fields whose first datasets have equal lengths have one source. JPEG and PNG images are decoded by ``decoder``.
     Raises FieldError if there is no episode, or if an episode lacks a field.
     """
-    with opened(file) as handle:
+    with opened(file) as handle, ExitStack() as held:
         guard = Guard(file, trusted)
         matches = {
             name: find_matches(handle, guard, each) for name, each in {**fields.rows, **fields.constants}.items()
         }
+        held.enter_context(fetched_objects(handle, [match.path for each in matches.values() for match in each]))
         by_pattern = {str(each): matches[name][0].path for name, each in fields.rows.items()}
         fields = fields.sorted_by(handle, guard, lambda pattern: by_pattern[str(pattern)])
         if not fields.rows:

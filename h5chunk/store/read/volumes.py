@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +19,7 @@ from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.patches import RandomPatches, Tiles
 from h5chunk.store.hdf5.chunk_table import check_chunks
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import opened
+from h5chunk.store.hdf5.open import fetched_objects, opened
 from h5chunk.store.hdf5.patterns import Pattern, find_matches, parse
 from h5chunk.store.hdf5.types import Element
 from h5chunk.store.read.arrays import Arrays, Boxes
@@ -324,8 +325,9 @@ def open_volumes(
     names: list[str] = []
     for number, path in enumerate(files):
         guard = Guard(path, trusted)
-        with opened(path) as file:
+        with opened(path) as file, ExitStack() as held:
             listed = {name: _list_datasets(file, guard, pattern) for name, pattern in patterns.items()}
+            held.enter_context(fetched_objects(file, [each for own in listed.values() for each in own.values()]))
             texts = list(next(iter(listed.values())))
             for name, own in listed.items():
                 if own.keys() != {*texts}:
