@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -144,8 +143,7 @@ def test_objects_are_told_apart_without_what_hdf5_crashes_on(tmp_path: Path, mon
         file["group/labels"] = np.arange(40)
     monkeypatch.delattr(h5py.h5o, "get_info")
     assert verify(path).ok
-    with closing(H5Reader(path)) as reader:
-        assert locate(reader)[-1].first_sample == 36
+    assert locate(H5Reader(path))[-1].first_sample == 36
 
 
 def test_attributes_that_are_fewer_than_they_claim_are_no_crash(tmp_path: Path) -> None:
