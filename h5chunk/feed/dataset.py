@@ -106,7 +106,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         What to do if keys are not in all files: leave out these samples, with a warning, or raise FieldError.
     trusted : bool
         Whether to follow links, views of other files and external storage, wherever they lead, and to run unknown
-        filters. If False, a file is first opened in a child process (some 5 ms, and 0.3 s for the first file of a
+        filters. If False, a file is first opened in a child process (some 15 ms, and a second for the first file of a
         process), as HDF5 may crash on it.
     checksums : {"off", "first", "always"}
         Check chunks against the checksums of a converted file: once per process, or at every read. This reads complete

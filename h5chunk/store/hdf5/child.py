@@ -26,6 +26,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path, PurePath
+from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 from h5chunk.errors import FileError, H5ChunkError, WorkerError, exact_bytes, printable
@@ -120,7 +121,9 @@ def in_child(path: Path, work: Callable[..., T], *arguments: Any, on_message: Sa
     check_not_written([path])
     name = printable(path)
     try:
-        child = _started(work.__module__)
+        # the helper imports the modules of all functions once, instead of each child
+        functions = [work, *(each for each in arguments if isinstance(each, FunctionType))]
+        child = _started(",".join(dict.fromkeys(each.__module__ for each in functions)))
     except OSError as error:
         warnings.warn(
             f"{name}: no process can be started to test files first ({error.strerror or error}): a damaged file may "
@@ -278,8 +281,11 @@ _helper: _Helper | None = None
 _lock = threading.Lock()  # held while the helper is started or ended
 
 
-def _started(module: str) -> _Child:
-    """Start a child, and first the helper if there is none. A helper that was killed is replaced."""
+def _started(modules: str) -> _Child:
+    """Start a child, and first the helper if there is none. A helper that was killed is replaced.
+
+    ``modules`` has the names of the modules that the child needs, with commas between them.
+    """
     global _helper
     with _lock:
         existing = _helper
@@ -289,7 +295,7 @@ def _started(module: str) -> _Child:
         else:
             is_new = False
     try:
-        return existing.start(module)
+        return existing.start(modules)
     except BaseException as error:
         with _lock:
             if _helper is existing:
@@ -297,7 +303,7 @@ def _started(module: str) -> _Child:
                 _helper = None
         if is_new or not isinstance(error, OSError):
             raise
-    return _started(module)
+    return _started(modules)
 
 
 def _after_fork() -> None:

@@ -31,8 +31,9 @@ PR_SET_PDEATHSIG = 1  # option of prctl
 def serve(descriptor: int) -> NoReturn:
     """Fork a process for each request until the caller has ended: the main function of the helper process.
 
-    ``descriptor`` is a socket. A request has the name of a module to import before the fork, a socket to send messages
-    to the caller, and one for the status of the process. The reply is the number of the process, or -1.
+    ``descriptor`` is a socket. A request has the names of modules to import before the fork,
+    with commas between them, a socket to send messages to the caller, and one for the status of the process. The reply
+    is the number of the process, or -1.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the caller, which ends the work
     warnings.simplefilter("ignore")
@@ -51,13 +52,14 @@ def serve(descriptor: int) -> NoReturn:
             if key.fileobj is woken:
                 os.read(woken, 1024)
             elif key.fileobj is control:
-                name, descriptors = _receive(control)
+                names, descriptors = _receive(control)
                 if len(descriptors) < 2:  # the caller has ended
                     for process in running:
                         os.kill(process, signal.SIGKILL)
                     os._exit(0)
-                with suppress(Exception):  # the fork raises the error again
-                    import_module(name)
+                for name in names.split(","):
+                    with suppress(Exception):  # the fork raises the error again
+                        import_module(name)
                 gc.freeze()
                 others = [control.fileno(), woken, wake, *(status.fileno() for status in running.values())]
                 process = _fork(descriptors[0], others)
