@@ -11,8 +11,8 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -370,6 +370,7 @@ class _OpenFields:
         self._cache = DiskCache(reader, self.fields)
         self.files = OpenFiles(reader)
         weakref.finalize(self, self.files.close)
+        self._lock, self._num_reading, self._is_closed = threading.Lock(), 0, False
         check = reader.check_unchanged
         stored = {name: reader.source_of(name).fields[name] for name in self.fields}
         rows = {name: getattr(field, "frames", field) for name, field in self.fields.items()}
@@ -401,10 +402,28 @@ class _OpenFields:
         return None
 
     def close(self) -> None:
-        """Close the files."""
-        self.files.close()
-        for field in self.fields.values():
-            field.cache.forget()
+        """Close the files, after the last thread that is reading them."""
+        with self._lock:
+            self._is_closed = True
+            self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self._is_closed and not self._num_reading:
+            self.files.close()
+            for field in self.fields.values():
+                field.cache.forget()
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Keep the files open in a context: the number of a closed file may already belong to another one."""
+        with self._lock:
+            self._num_reading += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_reading -= 1
+                self._close_if_unused()
 
     def _kept_bytes(self, cache: CacheSettings) -> int:
         main, total = self._reader.main, cache.nbytes
@@ -417,6 +436,10 @@ class _OpenFields:
 
     def read(self, name: str, rows: np.ndarray, out: Any) -> None:
         """Read rows of a field. ``out`` is (n, row_bytes) uint8 or, for a matrix, a `CsrBuffers`."""
+        with self._in_use():
+            self._read(name, rows, out)
+
+    def _read(self, name: str, rows: np.ndarray, out: Any) -> None:
         order = np.argsort(rows, kind="stable")
         try:
             tasks: Iterable[Any] = self.fields[name].tasks(rows[order], order, out)

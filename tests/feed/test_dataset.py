@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import h5py
 import numpy as np
@@ -261,3 +264,26 @@ def test_indices_may_be_a_reversed_view_of_an_array(tmp_path):
     dataset = ChunkDataset(make_images(tmp_path / "a.h5", N, 4), fields=["images", "sample_number"])
     images, numbers = dataset[np.arange(9)[::-2]]
     assert images[:, 1].tolist() == numbers.tolist() == [8, 6, 4, 2, 0]
+
+
+def test_closing_waits_for_other_threads(tmp_path):
+    """A thread never reads another file whose descriptor has the number of the one that was closed."""
+    for value in (0, 1):
+        with h5py.File(tmp_path / f"{value}.h5", "w") as file:
+            file["x"] = np.full((600, 2048), value, np.uint8)
+    datasets = [ChunkDataset(tmp_path / f"{value}.h5", fields=["x"]) for value in (0, 1)]
+    stop = threading.Event()
+
+    def check(value: int) -> None:
+        while not stop.is_set():
+            assert (datasets[value][range(0, 600, 3)][0] == value).all()
+
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(check, value) for value in (0, 1, 0, 1)]
+        for _ in range(300):
+            for dataset in datasets:
+                dataset.close()
+            time.sleep(0.002)
+        stop.set()
+        for each in running:
+            each.result()
