@@ -58,7 +58,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     """Samples of one or several HDF5 files, converted by h5chunk or not, as a map-style data set of torch.
 
     ``dataset[i]`` is a tuple of the fields of sample i; ``dataset[[3, 1, 2]]`` is a tuple of the fields of these three
-    samples, stacked along the first axis. Numbers are tensors of the file's dtype; fixed-length strings are ``str``.
+    samples, stacked along the first axis. Numbers are tensors of the file's dtype; strings are ``str``.
     For a model that takes dicts, such as in transformers' Trainer, pass a ``collate_fn`` (there ``data_collator``) that
     returns ``dict(zip(dataset.fields, h5chunk.collate(batch)))``.
 

@@ -119,7 +119,8 @@ def layout_of_numbers(field: Field | RaggedField) -> FieldLayout:
     if dtype is None:
         raise FieldError(
             f"field {field.name!r} has strings, which cannot be on a device: leave it out, as in "
-            "ChunkLoader(ChunkDataset(path, fields=[...]), ...), or use the data set with a DataLoader"
+            "ChunkLoader(ChunkDataset(path, fields=[...]), ...), or use a DataLoader: "
+            "torch.utils.data.DataLoader(data, batch_sampler=h5chunk.ChunkSampler(data, batch_size=256))"
         )
     return FieldLayout(field.sample_shape, dtype)
 

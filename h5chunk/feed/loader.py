@@ -69,7 +69,8 @@ class ChunkLoader(Resumable):
     epoch early: threads and memory are kept until `close`. Use the loader in only one thread. The order is that of a
     `ChunkSampler` with the same arguments, unless data is echoed, or ``memory_bytes`` makes windows smaller.
 
-    A batch is a tuple of the fields. To learn which samples it contains, add the field ``sample_number``::
+    A batch is a tuple of the fields. Strings raise FieldError: for these, use a DataLoader. To learn which samples a
+    batch contains, add the field ``sample_number``::
 
         dataset = h5chunk.ChunkDataset("photos.h5", fields=["images", "labels", "sample_number"])
         for images, labels, numbers in h5chunk.ChunkLoader(dataset, 256):

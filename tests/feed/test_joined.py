@@ -183,7 +183,7 @@ def test_errors_of_joined_files_name_remedies(tmp_path: Path) -> None:
         ({}, FieldError, r"differ in length \(\S+x.h5 has 40 samples; \S+y.h5 has 30 samples\): .* key="),
         ({"fields": ["images", "labels"]}, OptionError, "no file for the field 'labels': add it"),
         ({"key": "id"}, FieldError, r"y.h5: its key is text \(such as \['sample .*but that of .*x.h5 is numbers"),
-        ({"key": "nothing"}, FieldError, "x.h5 has no dataset 'nothing'; it has id, images"),
+        ({"key": "nothing"}, FieldError, "x.h5 has no dataset 'nothing'; it has id, images.*pass that of each field"),
         ({"key": {"images": "id"}}, OptionError, "key=.'vectors': 'id'"),
         ({"key": {"images": "id", "vectors": "part"}}, FieldError, "key is float64: name a key of text or of whole"),
         ({"key": {"images": "id", "vectors": "pair"}}, FieldError, "'pair' needs one value per sample"),

@@ -491,3 +491,12 @@ def test_notes_on_few_similar_datasets_read_all_of_them(tmp_path: Path, pattern:
         lengths.append(len(found["data"]))
     num_windows = sum(40 + i - 15 for i in range(count))
     assert lengths == ([count] if pattern.startswith("data") else [count, num_windows])
+
+
+def test_groups_of_classes_get_code_with_labels(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name in (f"{group}/img_{number}" for group in ("cat", "dog", "owl") for number in range(12)):
+            file[name] = np.full((4, 5, 3), len(file), "u1")
+    assert "a group for each class" in str(h5chunk.info(tmp_path / "a.h5"))
+    labels = [int(label) for batch in run_code(tmp_path / "a.h5")["loader"] for label in batch[1]]
+    assert sorted(labels) == [0] * 12 + [1] * 12 + [2] * 12

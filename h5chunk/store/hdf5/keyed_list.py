@@ -281,6 +281,9 @@ class _Lister:
             if field.path is None and not isinstance(dataset, h5py.h5d.DatasetID):
                 dataset = self._find_column(item, inner, field)
             if not isinstance(dataset, h5py.h5d.DatasetID):
+                if not inner:
+                    remedy = "add /NAME to the pattern, or /* if each of its datasets is a sample"
+                    raise FieldError(f"{where} is a group: {remedy}")
                 raise FieldError(f"{where} has no dataset {inner!r}: all samples must have the same datasets")
             field.add(dataset, where)
             owners.append(dataset)

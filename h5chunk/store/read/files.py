@@ -92,7 +92,16 @@ def open_joined(
         path: Any = paths[name]
         path = str(path) if isinstance(path, os.PathLike) else tuple(path) if isinstance(path, list) else path
         groups.setdefault(path, {})[name] = dataset
-    parts = [open_reader(path, own, **options) for path, own in groups.items()]
+    parts = []
+    for path, own in groups.items():
+        try:
+            parts.append(open_reader(path, own, **options))
+        except FieldError as error:
+            name = next(iter(own))
+            if own[name] != name or "has no dataset" not in str(error):
+                raise
+            remedy = f"if the field {name!r} has another name there, pass fields={{{name!r}: 'DATASET', ...}}"
+            raise FieldError(f"{error}; {remedy}") from None
     if len(parts) == 1:
         return parts[0]
     rows: list[Any] = [None] * len(parts)
@@ -124,7 +133,11 @@ def _read_key(part: Source, name: str) -> np.ndarray:
         return np.arange(part.num_samples)
     if name in (SOURCE_NAMES, ROW_IDS):
         return np.concatenate([values_of_samples(file, name) for file in part.readers])
-    stored = reopen_with_fields(part, {name: name})
+    try:
+        stored = reopen_with_fields(part, {name: name})
+    except FieldError as error:
+        remedy = "if the files' keys differ in name, pass that of each field: key={'x': 'source_names', 'y': 'id'}"
+        raise FieldError(f"{error}; {remedy}") from None
     field = stored.fields[name]
     if isinstance(field, RaggedField) or field.sample_shape:
         raise FieldError(f"{printable(part.path)}: the key {name!r} needs one value per sample: name another dataset")
@@ -182,8 +195,8 @@ def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
     if not isinstance(path, (str, os.PathLike)):
         if isinstance(path, Mapping):
             raise OptionError(
-                "path is a mapping of fields to files, which only h5chunk.ChunkDataset takes: pass a path, a pattern, "
-                "or a list of them"
+                "path is a mapping of fields to files, which only h5chunk.ChunkDataset and Windows take: pass a path, "
+                "a pattern, or a list of them"
             )
         if not isinstance(path, Iterable):
             raise OptionError(f"path is {path!r}: pass a path, a pattern, or a list of them")
@@ -270,12 +283,13 @@ def _list_files(path: Path) -> list[Path]:
 def _urls(url: str, remote: RemoteOptions) -> list[str]:
     """List the objects that a URL names: one object, those in a folder, or those whose names match a pattern."""
     folder, name = parse(url)
-    is_pattern = not url.startswith("http") and re.search(PATTERN, name) is not None
-    if not is_pattern and name.lower().endswith(SUFFIXES):
+    on_server = url.startswith("http")
+    is_pattern = "*" in name if on_server else re.search(PATTERN, name) is not None
+    if not is_pattern and name.lower().endswith((*SUFFIXES, ".mat") if on_server else SUFFIXES):
         return [url]
     if not is_pattern and name:
         folder, name = f"{url}/", ""
-    if folder.startswith("http"):
+    if on_server:
         raise OptionError(f"{printable(url)}: web servers do not list folders: pass a list of URLs that end in .h5")
     found = [
         f"{folder}{each}"

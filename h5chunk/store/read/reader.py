@@ -53,10 +53,11 @@ def _of_one_length(fields: Collection[Field | RaggedField]) -> str:
             "commands, make transposed copies, file['NEW'] = file['OLD'][:].T)"
         )
     shortest = min(shape[0] for shape in shapes)
-    longest = max(fields, key=lambda field: field.grid.shape[0]).dataset
+    longest = max(fields, key=lambda field: field.grid.shape[0])
     return (
-        "name fields of one length, or copy the rows that belong to samples, such as "
-        f"file['NEW'] = file[{longest!r}][:{shortest}]"
+        "name fields of one length; if each sample is a run of rows, name the dataset of their offsets, as in "
+        f"offsets={{{longest.name!r}: 'DATASET'}}; if only the first rows belong to samples, copy these: "
+        f"file['NEW'] = file[{longest.dataset!r}][:{shortest}]"
     )
 
 

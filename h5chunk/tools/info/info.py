@@ -339,7 +339,8 @@ def _find_code(
             f"{item.name} is {shape_text(item.shape[::-1])} in MATLAB" for item in datasets if item.name in fields
         ]
         if any("sample_axis" in line for line in code):
-            shapes.append("if repr(data) says that much more is read than used, make transposed copies: file['x'][:].T")
+            copied = f"file['NEW'] = file[{fields[0]!r}][:].T"
+            shapes.append(f"if repr(data) says that much more is read than used, make transposed copies: {copied}")
         return Recognised("written by MATLAB, whose axes HDF5 has in reverse order", fields, code, notes=shapes)
     if header is None and not matrices:
         if (found := recognise(datasets, argument, trusted=trusted)) is not None:
@@ -531,7 +532,7 @@ def _type_verdict(dataset: h5py.Dataset) -> str:
         name = f"{dataset.name.strip('/')}/{'/'.join(columns[0])}"
         return f"is a {type_text(kind)}: ChunkDataset(path, fields=[{name!r}]) reads a column"
     if is_text(dataset):
-        return "has strings of variable length: name it in fields to read them as str"
+        return "has strings of variable length: name it in fields to read them as str, with a DataLoader"
     try:
         element = element_of(kind, "")
     except UnsupportedError as error:

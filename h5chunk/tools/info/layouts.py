@@ -216,6 +216,10 @@ def recognise(
             fields = ", ".join(f"{python_text(name)}: {python_text(of)}" for name, of in found[0].items())
             data = f"data = h5chunk.{layout.reader}({path}, {{{fields}}}, {found[1]}{more}){layout.method}"
             return Recognised(layout.name, list(found[0].values()), loader_code(data), notes=layout.notes)
+    if _are_classes(datasets):
+        keyed = _keyed_code(["*/*"], path, f', labels={{"label": 0}}{more}')
+        code = loader_code(keyed)
+        return Recognised("a group for each class, and in it a dataset for each sample", [], code, ["*/*"])
     patterns = _keyed(datasets)
     if not patterns:
         return None
@@ -283,6 +287,18 @@ def _keyed(datasets: Sequence[DatasetInfo], min_samples: int = MIN_SAMPLES) -> l
     ):
         return []
     return sorted(own, key=lambda pattern: order_key(next(iter(own[pattern].values()))))
+
+
+def _are_classes(datasets: Sequence[DatasetInfo]) -> bool:
+    """Return whether all datasets are numbered samples of one type, in groups such as classes."""
+    groups = Counter(item.name.strip("/").rpartition("/")[0] for item in datasets)
+    return (
+        len(groups) > 1
+        and min(groups.values()) >= FEW_SAMPLES
+        and all(group and "/" not in group for group in groups)
+        and all(item.can_train and len(item.shape) > 1 and re.search(r"\d", item.name[-8:]) for item in datasets)
+        and len({(item.dtype, len(item.shape), item.shape[1:]) for item in datasets}) == 1
+    )
 
 
 def _patterns(name: str) -> set[str]:

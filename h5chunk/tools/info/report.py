@@ -231,7 +231,7 @@ class FileInfo(Report):
         if cut and any("*" in name for name in self.fields):
             command = shell_command(["h5chunk", "tune", self.path, "--window", "10"])
             lines.append(f"{code(command)} says which chunks are better for windows of 10 time steps")
-        elif cut and not self.refused:
+        elif cut and not self.refused and not any("sample_axis" in line for line in self.code):
             largest = max(cut, key=lambda dataset: dataset.stored_bytes)
             command = shell_command(["h5chunk", "repack", self.path, "NEW.h5", "--fields", largest.name])
             lines.append(
