@@ -21,10 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from h5chunk.errors import OptionError
-from h5chunk.plan.permutation import Indices
 
 OLDEST_FIRST = 0.0  # the w0 that keeps all chunks of a round of windows until the round ends
 FINISHED_FIRST = 0.75  # the w0 that keeps a chunk that two batches share while other chunks are read
@@ -193,33 +190,6 @@ class ChunkGrid:
             if self.chunks[axis] != self.shape[axis]:  # elements are contiguous only along this axis and later ones
                 return math.prod(self.shape[1:axis]) * math.ceil(self.shape[axis] / self.chunks[axis])
         return 1
-
-
-def count_items_read(items: Indices, chunk_size: int, length: int) -> int:
-    """Count the items in all chunks that contain at least one of ``items``.
-
-    A dataset has ``length`` items in chunks of ``chunk_size``. The array ``items``, (n,) int64, has indices in any
-    order, possibly repeated.
-
-    >>> count_items_read(np.array([0, 3, 4, 21]), 10, 22)
-    12
-    """
-    chunks = np.unique(items // chunk_size)
-    return int(np.minimum(chunks * chunk_size + chunk_size, length).sum() - (chunks * chunk_size).sum())
-
-
-def count_entries_read(starts: Indices, stops: Indices, chunk_size: int, length: int) -> int:
-    """Count the entries in all chunks that overlap at least one of the ranges ``starts[i]:stops[i]``.
-
-    >>> count_entries_read(np.array([0, 35, 4]), np.array([3, 52, 4]), 10, 55)  # chunks 0, 3, 4 and 5
-    35
-    """
-    nonempty = stops > starts
-    num_chunks = -(-length // chunk_size)
-    opened = np.bincount(starts[nonempty] // chunk_size, minlength=num_chunks + 1)
-    closed = np.bincount((stops[nonempty] - 1) // chunk_size + 1, minlength=num_chunks + 1)
-    chunks = np.flatnonzero(np.cumsum(opened - closed)[:num_chunks] > 0)
-    return count_items_read(chunks * chunk_size, chunk_size, length)
 
 
 def mean_hits(grid: ChunkGrid, num_slots: int, num_bytes: int, is_shuffled: bool) -> float:

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.faults import watch
 from support.foreign import make_file, read_epochs, values
 from support.leftovers import nothing_is_left
@@ -21,7 +19,6 @@ from support.orders import ordered, read_alone
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.plan.cache import count_entries_read, count_items_read
 
 __all__ = ["nothing_is_left"]
 
@@ -151,19 +148,3 @@ def test_parts_of_whole_chunks_read_nothing_in_vain(tmp_path: Path) -> None:
     *_, part = ChunkDataset(path).split((0.5, 0.5), stratify="labels")
     assert part.read_amplification > 1.5
     assert ChunkDataset(path).subset([]).read_amplification == 1
-
-
-@given(st.lists(st.integers(0, 99)), st.integers(1, 120))
-def test_chunks_around_samples(wanted: list[int], size: int) -> None:
-    chunks = {number // size for number in wanted}
-    assert count_items_read(np.array(wanted, np.int64), size, 100) == sum(
-        number // size in chunks for number in range(100)
-    )
-
-
-@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 30))), st.integers(1, 120))
-def test_chunks_around_ranges(ranges: list[tuple[int, int]], size: int) -> None:
-    starts = np.array([start for start, _ in ranges], np.int64)
-    stops = np.array([min(100, start + count) for start, count in ranges], np.int64)
-    chunks = {n // size for start, stop in zip(starts, stops, strict=True) for n in range(start, stop)}
-    assert count_entries_read(starts, stops, size, 100) == sum(number // size in chunks for number in range(100))

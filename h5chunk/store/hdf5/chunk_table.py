@@ -78,11 +78,6 @@ class ChunkTable:
         expected = self.offsets[0] + np.arange(len(self)) * self.sizes[0]
         return bool((self.offsets == expected).all() and (self.sizes == self.sizes[0]).all())
 
-    @property
-    def is_run_of_rows(self) -> bool:
-        """True if these chunks also have whole rows, so that any range of rows is one byte range."""
-        return self.chunk_shape[1:] == self.shape[1:] and self.is_one_run
-
     def chunk_at(self, offset: int) -> int:
         """Return the index of the chunk that contains a file offset."""
         return int(np.where(self.offsets <= offset, self.offsets, -1).argmax())
@@ -257,19 +252,6 @@ def is_stored_as(dataset: h5py.Dataset, dtype: np.dtype) -> bool:
     return bool(stored.equal(h5py.h5t.py_create(plain, logical=True)))
 
 
-def check_bytes(dataset: h5py.Dataset, dtype: np.dtype) -> None:
-    """Raise NotDirect unless the dataset's values are stored in the same file and in this machine's format."""
-    properties = dataset.id.get_create_plist()
-    if properties.get_layout() not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS):
-        raise NotDirect("it is stored compactly or is a view of other files")
-    if properties.get_layout() == h5py.h5d.CONTIGUOUS and properties.get_external_count():
-        raise NotDirect("its data is in other files")
-    if dtype.kind not in "biufcS" or not is_stored_as(dataset, dtype):
-        raise NotDirect(f"its type {dataset.dtype} is not stored in this machine's format")
-    if not math.prod(dataset.shape):
-        raise NotDirect("it is empty")
-
-
 def stored_item_bytes(dataset: h5py.Dataset) -> int:
     """Return the number of bytes of one element in the file.
 
@@ -432,15 +414,6 @@ def unwritten_value(dataset: h5py.Dataset) -> str:
     value = dataset.fillvalue
     value = value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
     return printable(repr(as_text(value) if isinstance(value, bytes) else value))
-
-
-def leaves_memory(dataset: h5py.Dataset) -> bool:
-    """Return whether HDF5 leaves the buffer unchanged for unwritten elements, because there is no fill value."""
-    if _has_fill_value(dataset):
-        return False
-    if dataset.chunks is None:
-        return not dataset.id.get_storage_size()
-    return count_unwritten(dataset) > 0
 
 
 def _has_fill_value(dataset: h5py.Dataset) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import errno
 import os
-import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -184,21 +183,6 @@ def _open_unlocked(path: str | os.PathLike[str], options: dict[str, Any]) -> h5p
         if not any(f"errno = {number}," in str(error) for number in NO_LOCKS):
             raise
     return h5py.File(path, "r", **{**options, "locking": False})
-
-
-class OpenFile:
-    """A base class of objects that keep a file open, and read from it in one thread at a time."""
-
-    def __init__(self, file: h5py.File) -> None:
-        self._file, self.lock = file, threading.Lock()
-
-    def close(self) -> None:
-        """Close the file, unless a thread is reading: it then closes the file by dropping the last reference to it."""
-        if self.lock.acquire(blocking=False):
-            try:
-                self._file.close()
-            finally:
-                self.lock.release()
 
 
 # the stamp with which each file that this process may have open was opened, by device, inode and driver
