@@ -137,11 +137,28 @@ EXPORT void h5chunk_entries(const Matrix *matrix, const int64_t *rows, int64_t c
 
 enum { MAX_AXES = 32, AHEAD_RUNS = 8, AHEAD_OF_RUN = 512 };
 
+/* Copy `lengths[1]` items of a type, at any addresses, which takes a third of the time of calls of memcpy. */
+#define COPY_ITEMS(type)                                                                                               \
+    for (int64_t j = 0; j < lengths[1]; j++) {                                                                         \
+        type item;                                                                                                     \
+        memcpy(&item, from + j * from_steps[1], sizeof item);                                                          \
+        memcpy(to + j * to_steps[1], &item, sizeof item);                                                              \
+    }
+
 /* Copy `lengths[0]` * ... * `lengths[axes - 1]` runs. The steps of both arrays are in bytes. */
 static void copy_runs(const uint8_t *from, const int64_t *from_steps, uint8_t *to, const int64_t *to_steps,
                       const int64_t *lengths, int64_t axes, size_t run) {
     if (!axes) {
         memcpy(to, from, run);
+        return;
+    }
+    if (axes == 2 && (run == 1 || run == 2 || run == 4 || run == 8)) {
+        for (int64_t i = 0; i < *lengths; i++, from += *from_steps, to += *to_steps) {
+            if (run == 1) COPY_ITEMS(uint8_t)
+            else if (run == 2) COPY_ITEMS(uint16_t)
+            else if (run == 4) COPY_ITEMS(uint32_t)
+            else COPY_ITEMS(uint64_t)
+        }
         return;
     }
     for (int64_t i = 0; i < *lengths; i++, from += *from_steps, to += *to_steps) {

@@ -39,7 +39,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch, python_threads: None) -> Iterato
     """Decoded bytes of each run and chunk that threads read."""
     found: list[int] = []
     watch(monkeypatch, "read part", lambda part, files: found.extend(part.jobs(files)["num_bytes"].tolist()))
-    watch(monkeypatch, "store.read.engine.BoxReader._decode", lambda *call: found.append(len(call[-1])))
+    watch(monkeypatch, "store.read.engine.BoxReader.decode", lambda *call: found.append(len(call[-1])))
     return found
 
 

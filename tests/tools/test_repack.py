@@ -276,12 +276,12 @@ def test_a_file_sorted_by_class_becomes_mixed(tmp_path: Path) -> None:
 def test_bands_of_chunks_that_do_not_fit_wait_on_disk(
     tmp_path: Path, tiny_memory: None, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spilled = watch(monkeypatch, "store.rewrite.raw_rows.SpilledChunks.read_part")
+    spilled = watch(monkeypatch, "store.rewrite.raw_rows.SpilledBand.read")
     make_images(tmp_path / "a.h5", 350, chunks=(100, 8, 6, 1), compression="gzip")
     for shuffle in (False, True):
         repack(tmp_path / "a.h5", tmp_path / "b.h5", memory_bytes=80_000, shuffle=shuffle, overwrite=True)
         check_same(tmp_path / "a.h5", tmp_path / "b.h5", permutation(350, 0) if shuffle else None)
-    assert {number for _, number, *_ in spilled} == set(range(12))
+    assert {band for _, band, *_ in spilled} == set(range(4))
 
 
 MEASURE = """

@@ -296,7 +296,7 @@ def test_a_small_disk_is_noticed_before_the_work(tmp_path: Path, monkeypatch: py
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "compression": "gzip"}])
 def test_a_disk_that_fails_while_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None, options: dict[str, Any]
 ) -> None:
     source = make_file(tmp_path / "a.h5")
     small(monkeypatch, min_memory_bytes=0, step_bytes=1000, table_bytes=0)
@@ -410,7 +410,7 @@ def test_a_damaged_chunk_that_hdf5_decodes_is_named(tmp_path: Path) -> None:
     data = bytearray(source.read_bytes())
     data[places[3]] = 255
     source.write_bytes(data)
-    check_refused(source, FileError, "a.h5: '/images', chunk 3: HDF5 cannot decode it")
+    check_refused(source, FileError, "a.h5: '/images', chunk 3 cannot be read: ")
 
 
 def test_mutated_files_give_an_error_or_a_file(tmp_path: Path) -> None:

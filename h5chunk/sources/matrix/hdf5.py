@@ -22,13 +22,13 @@ from h5chunk.errors import FileError, SourceError, human_bytes, printable
 from h5chunk.sources.kinds import DEFAULT_MEMORY_BYTES
 from h5chunk.sources.matrix.block import MemoryLimit, RegularFile
 from h5chunk.store.hdf5.child import in_child, limited_memory, try_files
-from h5chunk.store.hdf5.chunk_table import count_unwritten, is_listed_wrongly, is_stored_as, list_chunks
+from h5chunk.store.hdf5.chunk_table import NotDirect, count_unwritten, is_stored_as
 from h5chunk.store.hdf5.encodings import read_encoding
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import opened
-from h5chunk.store.hdf5.ranges import open_descriptor, read_bytes
-from h5chunk.store.hdf5.raw_chunks import RawChunks
+from h5chunk.store.hdf5.ranges import open_descriptor
 from h5chunk.store.hdf5.strings import MAX_STRING_BYTES, POINTER, FileBytes, read_strings, read_words
+from h5chunk.store.read.raw import RawValues
 
 CHUNK_COPIES = 2  # copies of a chunk in memory while it is decoded
 CHUNK_ENTRY_BYTES = 64  # bytes of memory per chunk in the chunk table, while it is sorted
@@ -177,9 +177,7 @@ class GuardedDataset:
         self.stored_bytes = dataset.id.get_storage_size()
         if self.num_bytes and count_unwritten(dataset):
             raise self.error(f"{count_unwritten(dataset)} of its chunks were never written: the file is incomplete")
-        self._offset = None if dataset.chunks else dataset.id.get_offset()
-        self._chunks = self._open_chunks() if dataset.chunks and self.num_bytes else None
-        self._cached: tuple[int, np.ndarray] | None = None
+        self._values = self._open_values() if self.num_bytes else None
         self._at = 0
 
     @property
@@ -217,14 +215,19 @@ class GuardedDataset:
         same = self._dataset.id.get_type().equal(h5py.h5t.py_create(dtype, logical=True))
         return kinds <= {*"biufS"} and bool(same)
 
-    def _open_chunks(self) -> RawChunks:
-        shape: tuple[int, ...] = self._dataset.chunks
-        count = math.prod(-(-length // size) for length, size in zip(self.shape, shape, strict=True))
-        chunk_bytes = math.prod(shape) * self.dtype.itemsize
-        self.memory.check(f"{count:,} chunks of {self.where}", count * CHUNK_ENTRY_BYTES)
-        self.memory.check(f"chunks of {human_bytes(chunk_bytes)} of {self.where}", chunk_bytes * CHUNK_COPIES)
-        table = None if is_listed_wrongly(self._dataset) else list_chunks(self._dataset)
-        return RawChunks(self._dataset, self._descriptor, self.name, table)
+    def _open_values(self) -> RawValues | None:
+        """Return the stored values, or None for strings of variable length that only HDF5 can read."""
+        if self.chunks is not None:
+            count = math.prod(-(-length // size) for length, size in zip(self.shape, self.chunks, strict=True))
+            chunk_bytes = math.prod(self.chunks) * self.dtype.itemsize
+            self.memory.check(f"{count:,} chunks of {self.where}", count * CHUNK_ENTRY_BYTES)
+            self.memory.check(f"chunks of {human_bytes(chunk_bytes)} of {self.where}", chunk_bytes * CHUNK_COPIES)
+        try:
+            return RawValues(self._dataset, self._descriptor, len(self.shape))
+        except NotDirect:
+            if self.chunks is None:
+                raise self.error("its strings are in an unsupported layout: rewrite the file (h5repack)") from None
+            return None
 
     @property
     def consumed_bytes(self) -> int:
@@ -234,14 +237,14 @@ class GuardedDataset:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read the values from ``start`` up to ``stop``, excluded, of a dataset with one dimension."""
         self._at = stop
-        if self._chunks is None:
-            return self._read_run(start, (stop - start,), (slice(start, stop),))
-        values = np.empty(stop - start, self.dtype)
-        size = self._dataset.chunks[0]
-        for chunk in range(start // size, -(-stop // size)):
-            first = chunk * size
-            low, high = max(first, start), min(first + size, stop)
-            values[low - start : high - start] = self._chunk(chunk)[low - first : high - first]
+        return self._read((start,), (stop,))
+
+    def _read(self, low: tuple[int, ...], high: tuple[int, ...]) -> np.ndarray:
+        """Read a box of values, from the indices ``low`` up to ``high``, excluded."""
+        values = np.empty([end - start for start, end in zip(low, high, strict=True)], self.dtype)
+        if values.size:
+            assert self._values is not None
+            self._values.read(low, high, values)
         return values
 
     def names(self, axis: str, length: int) -> np.ndarray:
@@ -268,7 +271,7 @@ class GuardedDataset:
 
     def strings(self) -> np.ndarray:
         """Read strings of fixed or variable length as fixed-length bytes: (length,) ``S``, UTF-8."""
-        if self.is_text and (self._chunks is None or not self._chunks.needs_hdf5):
+        if self.is_text and (self._values is not None or not self.num_bytes):
             pointers = self.all()
             width = min(int(pointers["length"].max(initial=0)), MAX_STRING_BYTES)
             self.memory.check(f"{self.length:,} strings of up to {width} bytes in {self.where}", self.length * width)
@@ -316,34 +319,4 @@ class GuardedDataset:
             self._at = min(num_rows, row + rows)
             for column in range(0, num_columns, columns):
                 stop = min(num_columns, column + columns)
-                if self._chunks is None:
-                    slices = slice(row, self._at), slice(column, stop)
-                    shape = self._at - row, stop - column
-                    yield row, column, self._read_run(row * num_columns + column, shape, slices)
-                else:
-                    number = row // rows * -(-num_columns // columns) + column // columns
-                    yield row, column, self._chunk(number)[: self._at - row, : stop - column]
-
-    def _read_run(self, start: int, shape: tuple[int, ...], slices: tuple[slice, ...]) -> np.ndarray:
-        """Read elements of a dataset without chunks, as an array of ``shape``.
-
-        If the dataset is contiguous, they are read directly from element number ``start`` on, otherwise by HDF5, which
-        takes ``slices``.
-        """
-        if self._offset is None:
-            if self.is_text and self.length:
-                raise self.error("its strings are in an unsupported layout: rewrite the file (h5repack)")
-            return np.empty(0, POINTER) if self.is_text else np.asarray(self._dataset[slices])
-        values = np.empty(shape, self.dtype)
-        offset = self._offset + start * self.dtype.itemsize
-        read_bytes(self._descriptor, offset, values.reshape(-1).view(np.uint8).data, lambda _: self.name)
-        return values
-
-    def _chunk(self, number: int) -> np.ndarray:
-        """Read one whole chunk. The chunk that was read last is cached."""
-        assert self._chunks is not None
-        if self._cached is None or self._cached[0] != number:
-            data = np.empty(self._chunks.chunk_bytes, np.uint8)
-            self._chunks.decode(number, data)
-            self._cached = number, data.view(self.dtype).reshape(self._dataset.chunks)
-        return self._cached[1]
+                yield row, column, self._read((row, column), (self._at, stop))

@@ -177,7 +177,7 @@ def _list_chunks(dataset: h5py.Dataset) -> ChunkTable:
         table = ChunkTable.unwritten(dataset.shape, dataset.shape)
         if offset is not None:
             table.offsets[:] = offset
-            table.sizes[:] = math.prod(dataset.shape) * dataset.id.get_type().get_size()  # h5py's dtype may be wider
+            table.sizes[:] = math.prod(dataset.shape) * stored_item_bytes(dataset)  # h5py's dtype may be wider
     else:
         table = _list_index(dataset, name)
     end = int((table.offsets + table.sizes).max(initial=0))

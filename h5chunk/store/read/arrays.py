@@ -14,10 +14,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from h5chunk.errors import printable
 from h5chunk.store.read.checksums import ChunkChecks
 
 RAW = 0  # the codec of blocks whose bytes in the file are those in memory
@@ -85,20 +87,45 @@ class Parts(NamedTuple):
         return Parts(self.block[which], self.table[which])
 
 
-class Origin(Protocol):
-    """Where some blocks come from, for error messages and checksums: a dataset, or several datasets of one file."""
+def dataset_text(path: Path, name: str, dataset: str) -> str:
+    """Return a text that names a dataset, and the field ``name`` that it belongs to, which may be empty."""
+    if not name:
+        return f"{printable(path)}: {dataset!r}"
+    stored = dataset.strip("/")
+    return f"{printable(path)}: field {name!r}" + ("" if stored == name else f" ({printable(stored)})")
 
-    file: int
-    checks: ChunkChecks | None
+
+def whole_chunk(blocks: np.ndarray) -> np.ndarray:
+    """Return the number of the only chunk of a dataset, for `Origin.chunks`."""
+    return np.zeros(1, np.int64)
+
+
+class Origin:
+    """Where some blocks come from, for error messages and checksums: a dataset, or several datasets of one file.
+
+    ``name`` returns a text that names the chunk with this number, and ``offsets``, (n,) int64, is where each chunk
+    begins in the file, if that is known. ``chunks`` returns the numbers of the chunks that contain blocks with these
+    numbers, both (n,) int64, which count from the first block of the origin. ``checks`` has the chunks' checksums.
+    """
+
+    def __init__(
+        self,
+        file: int,
+        name: Callable[[int], str],
+        offsets: np.ndarray | None = None,
+        checks: ChunkChecks | None = None,
+        chunks: Callable[[np.ndarray], np.ndarray] = lambda blocks: blocks,
+    ) -> None:
+        self.file, self.checks, self.chunks = file, checks, chunks
+        self._name, self._offsets = name, np.zeros(1, np.int64) if offsets is None else offsets
 
     def at(self, offset: int) -> str:
         """Return a text that names the data at an offset of the file."""
+        return self._name(int(np.where(self._offsets <= offset, self._offsets, -1).argmax()))
 
     def block(self, number: int) -> str:
-        """Return a text that names a block. ``number`` counts from the first block of the origin."""
-
-    def chunks(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the chunks, as ``checks`` numbers them, that contain blocks with these numbers: (n,) int64."""
+        """Return a text that names a block."""
+        return self._name(int(self.chunks(np.array([number]))[0]))
 
 
 class Codec(Protocol):

@@ -33,7 +33,7 @@ from h5chunk.store.hdf5.ranges import (
     vector_tasks,
     vectors_of,
 )
-from h5chunk.store.read.arrays import RAW, Arrays, Boxes, Codec, Parts
+from h5chunk.store.read.arrays import RAW, Arrays, Boxes, Parts
 from h5chunk.store.read.open_files import OpenFiles
 from h5chunk.store.read.through_hdf5 import Hdf5Files
 
@@ -250,16 +250,18 @@ class BoxReader:
 
         ``is_whole`` means that all of the block is used now. Otherwise, the decoded block is kept.
         """
-        number, num_bytes = int(self.arrays.codec[array]), int(self.arrays.block_bytes[array])
-        codec = None if number == RAW else self.arrays.codecs[number - 1]
-        if is_whole or codec is None:
+        num_bytes = int(self.arrays.block_bytes[array])
+        if is_whole or self.arrays.codec[array] == RAW:
             values = scratch(self.cache.local, "decoded", num_bytes)
-            self._decode(files, block, codec, values)
+            self.decode(files, block, array, values)
             return values
-        return self.cache.get((id(self), block), num_bytes, lambda values: self._decode(files, block, codec, values))
+        return self.cache.get((id(self), block), num_bytes, lambda values: self.decode(files, block, array, values))
 
-    def _decode(self, files: OpenFiles, block: int, codec: Codec | None, values: np.ndarray) -> None:
+    def decode(self, files: Any, block: int, array: int, values: np.ndarray) -> None:
+        """Read and decode a block of an array into ``values``, (n,) uint8. Raises FileError if it is damaged."""
         arrays = self.arrays
+        kind = int(arrays.codec[array])
+        codec = None if kind == RAW else arrays.codecs[kind - 1]
         origin, number = arrays.origin_of(block)
         offset, size = int(arrays.blocks.offset[block]), int(arrays.blocks.size[block])
         file = int(arrays.blocks.file[block])
@@ -309,11 +311,22 @@ class BlockTask:
         for (first, end), block, number, num_bytes, is_whole in zip(ends, *about, strict=True):
             if num_bytes > min(SLAB_BYTES, (end - first) * TASK_BYTES):
                 RawBlock(self._reader, block, number).read(files, table[first:end], self._out)
+            elif is_whole and (target := self._target(table[first:end], number)) is not None:
+                self._reader.decode(files, block, number, target)
             else:
                 values = self._reader.block(files, block, number, is_whole=is_whole)
                 copies.copy(values, arrays.block[number], first, end)
         for file in set(arrays.blocks.file[blocks].tolist()):
             files.check(file)
+
+    def _target(self, table: np.ndarray, array: int) -> np.ndarray | None:
+        """Return the memory of the only part of a block, (n,) uint8, if it is the whole block, and one run of bytes."""
+        shape, out = self._reader.arrays.block[array], self._out
+        element, *row = table[0].tolist()
+        first, length = row[len(shape)], row[2 * len(shape) :]
+        if len(table) > 1 or length != shape.tolist() or length[1:] != list(out.shape[2:]):
+            return None
+        return out[element, first : first + length[0]].reshape(-1).view(np.uint8)
 
 
 def items_of(values: np.ndarray, item_bytes: int, shape: Iterable[int]) -> np.ndarray:
@@ -358,9 +371,13 @@ class RawBlock:
         for step, count in zip(steps[:axis], shape[:axis], strict=True):
             offsets = np.add.outer(offsets, np.arange(count) * step)
         offsets = offsets.reshape(-1)
-        starts = np.arange(len(offsets)) * run
-        for task in vector_tasks(offsets, np.full(len(offsets), run), starts, slab, self._at, self._file):
-            task(files)
+        if len(offsets) == 1:
+            with files.opened(self._file) as descriptor:
+                read_bytes(descriptor, int(offsets[0]), slab.data, self._at)
+        else:
+            starts = np.arange(len(offsets)) * run
+            for task in vector_tasks(offsets, np.full(len(offsets), run), starts, slab, self._at, self._file):
+                task(files)
         moved = table.copy()
         moved[:, 1 : 1 + axes] -= low
         PartCopies(moved, out).copy(slab, shape, 0, len(moved))

@@ -21,8 +21,7 @@ from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import errors_as, fetched_objects, follow, opened
 from h5chunk.store.hdf5.patterns import Match, Pattern, find_matches
 from h5chunk.store.hdf5.types import element_of, read_elements, type_problem
-from h5chunk.store.read.arrays import Arrays, Blocks
-from h5chunk.store.read.checksums import ChunkChecks
+from h5chunk.store.read.arrays import Arrays, Blocks, Origin
 from h5chunk.store.read.encoded import EncodedField
 from h5chunk.store.read.fields import Field, FrameDataset, FrameDecoder
 from h5chunk.store.read.fileset import FileSet
@@ -103,30 +102,12 @@ class EpisodeFile(Source):
         zeros, count = np.zeros(len(episodes), np.int64), len(episodes)
         blocks = Blocks(np.full(count, number, np.int32), offsets[episodes], sizes, zeros.astype(np.uint32))
         datasets = [self.episodes.readers[episode].fields[name].dataset for episode in episodes.tolist()]
-        origin = EpisodesOrigin(number, printable(self.path), datasets, blocks.offset)
+        origin = Origin(number, lambda block: f"{printable(self.path)}: {datasets[block]!r}", blocks.offset)
         tables = np.arange(count), lengths[:, None], lengths[:, None], zeros
         return Arrays(first.item_bytes, *tables, blocks, (), (origin,), zeros[:1], first.inner)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "episodes": copy(self.episodes)}
-
-
-class EpisodesOrigin:
-    """The contiguous datasets of some episodes, for messages. ``offsets`` has the offset of each in the file."""
-
-    checks: ChunkChecks | None = None
-
-    def __init__(self, file: int, path: str, datasets: Sequence[str], offsets: np.ndarray) -> None:
-        self.file, self._path, self._datasets, self._offsets = file, path, datasets, offsets
-
-    def at(self, offset: int) -> str:
-        return self.block(int(np.where(self._offsets <= offset, self._offsets, -1).argmax()))
-
-    def block(self, number: int) -> str:
-        return f"{self._path}: {self._datasets[number]!r}"
-
-    def chunks(self, blocks: np.ndarray) -> np.ndarray:
-        return blocks
 
 
 class EpisodeFields(NamedTuple):

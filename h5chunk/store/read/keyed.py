@@ -23,8 +23,8 @@ from h5chunk.store.hdf5.keyed_index import THROUGH_HDF5, KeyedIndex, Wanted, nam
 from h5chunk.store.hdf5.open import opened, translate_errors
 from h5chunk.store.hdf5.patterns import fill
 from h5chunk.store.hdf5.types import Element, element_of, read_elements
-from h5chunk.store.read.arrays import Arrays, Blocks, Codec
-from h5chunk.store.read.checksums import OFF, ChunkChecks
+from h5chunk.store.read.arrays import Arrays, Blocks, Codec, Origin
+from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.ragged import SeriesField
@@ -177,7 +177,7 @@ class KeyedReader(Source):
             codec[through] = len(codecs)
         files = number + sample if self.are_samples else np.full(len(sample), number)
         blocks = Blocks(files.astype(np.int32), offset, size, mask)
-        origin = KeyedOrigin(number, self, name, first, blocks.offset)
+        origin = Origin(number, partial(self._label_of, name, first), blocks.offset)
         item, zero = field.dtype.itemsize, np.zeros(1, np.int64)
         arrays = Arrays(item, first, shape, block, codec, blocks, codecs, (origin,), zero)
         if arrays.is_raw and not field.is_ragged and not self.are_samples and len(blocks.offset) == len(shape):
@@ -187,6 +187,11 @@ class KeyedReader(Source):
             return Part(Rows, (arrays,))
         sizes = field.sample_bytes() if field.is_ragged else None
         return Part(Elements, (arrays,), step_items=field.step_items, sizes=sizes)
+
+    def _label_of(self, name: str, first: np.ndarray, block: int) -> str:
+        """Return a text that names a block's dataset. ``first`` is the first block of each sample."""
+        sample = int(np.searchsorted(first, block, "right")) - 1
+        return f"{printable(self.file_of(sample))}: {self.dataset_of(name, sample)!r}"
 
     def _kinds(self, name: str) -> tuple[np.ndarray, tuple[Codec, ...]]:
         """Return the kind of storage of each sample, as in `FieldIndex`, and the codec of each kind of chunks."""
@@ -248,25 +253,6 @@ def keyed_source(files: Sequence[Path], wanted: Wanted, index: KeyedIndex) -> So
         for file, part in zip(files, parts, strict=True)
     ]
     return readers[0] if len(files) == 1 else FileSet(readers, Path(f"{shown(files[0])} and {len(files) - 1} more"))
-
-
-class KeyedOrigin:
-    """The datasets of samples, for messages. ``first`` is the first block of each sample."""
-
-    checks: ChunkChecks | None = None
-
-    def __init__(self, file: int, source: KeyedReader, name: str, first: np.ndarray, offsets: np.ndarray) -> None:
-        self.file, self._source, self._name, self._first, self._offsets = file, source, name, first, offsets
-
-    def at(self, offset: int) -> str:
-        return self.block(int(np.where(self._offsets <= offset, self._offsets, -1).argmax()))
-
-    def block(self, number: int) -> str:
-        sample = int(np.searchsorted(self._first, number, "right")) - 1
-        return f"{printable(self._source.file_of(sample))}: {self._source.dataset_of(self._name, sample)!r}"
-
-    def chunks(self, blocks: np.ndarray) -> np.ndarray:
-        return blocks
 
 
 class SampleThroughHdf5:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Generator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from h5chunk.store.hdf5.chunk_table import (
     ChunkTable,
     NotDirect,
     count_unwritten,
-    is_variable,
     list_chunks,
     stored_item_bytes,
     unwritten_value,
@@ -31,7 +30,8 @@ from h5chunk.store.hdf5.chunk_table import (
 from h5chunk.store.hdf5.codecs import crc32, scratch
 from h5chunk.store.hdf5.guard import SLACK_CHUNKS
 from h5chunk.store.hdf5.ranges import PART_BYTES, read_bytes
-from h5chunk.store.hdf5.raw_chunks import RawChunks
+from h5chunk.store.read.arrays import Codec, dataset_text
+from h5chunk.store.read.raw import RawValues
 
 MAX_THREADS = 8
 MEMORY_BYTES = 256 << 20  # approximate limit on the memory of all threads; a single chunk may need more
@@ -81,7 +81,7 @@ class CheckedDataset:
     ) -> None:
         self.name = dataset.name.lstrip("/")
         self._label = printable(path)
-        self._where = f"{self._label}: {self.name!r}"
+        self._where = dataset_text(path, "", dataset.name)
         self._expected, self._on_values = expected, on_values
         self._local = threading.local()
         self._item_bytes = stored_item_bytes(dataset)
@@ -101,12 +101,13 @@ class CheckedDataset:
         self.num_chunks = len(self.table)
         self.chunk_bytes = math.prod(self.table.chunk_shape) * self._item_bytes
         self.filtered = self.num_chunks > 0 and properties.get_nfilters() > 0
-        self._raw: RawChunks | None = None
+        self._codec: Codec | None = None
+        self._is_left_to_hdf5 = False
         if self.filtered:
-            raw = RawChunks(dataset, -1, self._where, self.table)
-            if not raw.left_to_hdf5 or not is_variable(dataset.id.get_type()):
-                self._raw = raw
-        self.method = CHECKSUM if expected is not None else DECODING if self._raw is not None else READING
+            with suppress(NotDirect):  # HDF5 would follow elements of variable length without checks
+                raw = RawValues(dataset, -1, dataset.ndim)
+                self._codec, self._is_left_to_hdf5 = raw.arrays.codecs[0], bool(raw.left_to_hdf5)
+        self.method = CHECKSUM if expected is not None else DECODING if self._codec is not None else READING
 
     @property
     def written(self) -> np.ndarray:
@@ -199,16 +200,17 @@ class CheckedDataset:
         if expected not in (None, actual):
             return self._damage(chunk, "does not match its checksum", expected, actual)
         values = memory
-        if self._raw is not None:
+        if self._codec is not None:
             values = scratch(self._local, "decoded", self.chunk_bytes)
             try:
-                if self._raw.left_to_hdf5:
-                    self._raw.decode(chunk, values)
+                if self._is_left_to_hdf5:
+                    self._codec.fill(chunk, values)
                 else:
-                    self._raw.decode_stored(chunk, memory, values)
+                    mask = int(self.table.filter_masks[chunk])
+                    self._codec.decode(memory, mask, values, lambda: f"{self._where}, chunk {chunk}")
             except FileError as error:
                 return self._damage(chunk, f"cannot be decoded ({self._reason(chunk, error)})", expected, actual)
-        if self._on_values is not None and room == size and (self._raw is not None or not self.filtered):
+        if self._on_values is not None and room == size and (self._codec is not None or not self.filtered):
             self._on_values(first, values)
         return None
 
@@ -219,4 +221,4 @@ class CheckedDataset:
         text = str(error).removeprefix(f"{self._where}, chunk {chunk}")
         if text.startswith(damaged := " is damaged ("):
             return text[len(damaged) : -1]
-        return text.removeprefix(": ").removeprefix("cannot be read: ")
+        return text.lstrip(": ").removeprefix("cannot be read: ")

@@ -14,7 +14,7 @@ from h5chunk.errors import FileError, human_bytes, printable
 from h5chunk.store.hdf5.chunk_table import ChunkTable, NotDirect, is_variable, list_chunks
 from h5chunk.store.hdf5.codecs import ChunkDecoder, DecodeError, NoDecoder, scratch
 from h5chunk.store.hdf5.types import Element, packed_element, packed_type, read_elements
-from h5chunk.store.read.arrays import Arrays, Blocks, Codec
+from h5chunk.store.read.arrays import Arrays, Blocks, Codec, Origin, dataset_text, whole_chunk
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 
 MAX_DECODED_BYTES = 256 << 20  # limit on a decoded chunk, because each thread holds one and its stored bytes
@@ -23,29 +23,6 @@ BOX_BLOCK_BYTES = 4 << 20  # bytes of the blocks of a contiguous dataset of whic
 CONVERTED_BYTES = 256 << 10  # bytes of the blocks of a contiguous dataset whose values must be converted
 
 _local = threading.local()
-
-
-class DatasetOrigin:
-    """A dataset whose chunks, or blocks, are read. ``name`` is the name of its field.
-
-    ``is_divided`` is whether blocks are parts of one chunk, which has one checksum.
-    """
-
-    def __init__(
-        self, file: int, path: Path, name: str, dataset: h5py.Dataset, table: ChunkTable, checks: ChunkChecks | None
-    ) -> None:
-        self.file, self.checks, self._table, self.is_divided = file, checks, table, False
-        stored = dataset.name.strip("/")
-        self._text = f"{printable(path)}: field {name!r}" + ("" if stored == name else f" ({printable(stored)})")
-
-    def at(self, offset: int) -> str:
-        return f"{self._text}, chunk {self._table.chunk_at(offset)}"
-
-    def block(self, number: int) -> str:
-        return f"{self._text}, chunk {self.chunks(np.array([number]))[0]}"
-
-    def chunks(self, blocks: np.ndarray) -> np.ndarray:
-        return np.zeros(1, np.int64) if self.is_divided else blocks
 
 
 class Filtered:
@@ -113,7 +90,8 @@ def dataset_arrays(
     """
     properties = dataset.id.get_create_plist()
     layout = properties.get_layout()
-    if is_variable(dataset.id.get_type()):
+    is_whole = element.dtype.kind == "V" and not element.dtype.names  # elements as they are stored, such as pointers
+    if is_variable(dataset.id.get_type()) and not is_whole:
         raise NotDirect("its elements have parts of variable length, so that their places in the file are unknown")
     if layout == h5py.h5d.COMPACT:
         return _compact_arrays(path, name, file, dataset, element)
@@ -121,11 +99,8 @@ def dataset_arrays(
         raise NotDirect("it is a view of other files")
     if layout == h5py.h5d.CONTIGUOUS and properties.get_external_count():
         raise NotDirect("its data is in other files")
-    if is_variable(dataset.id.get_type()):
-        raise NotDirect("other columns of its table have variable length, or are references")
     table = list_chunks(dataset)
     checks = ChunkChecks(path, name, table, sums[name], indptr, file) if name in sums else None
-    origin = DatasetOrigin(file, path, name, dataset, table, checks)
     count = math.prod(table.chunk_shape)
     is_filtered, is_unwritten = properties.get_nfilters() > 0, bool((table.offsets < 0).any())
     is_raw = not is_filtered and not is_unwritten and element.is_plain
@@ -135,12 +110,14 @@ def dataset_arrays(
     item_bytes = math.prod(dataset.shape[kept:]) * element.num_bytes
     shape, block = dataset.shape[:kept], np.array(table.chunk_shape[:kept])
     blocks = Blocks(np.full(len(table), file, np.int32), table.offsets, table.sizes, table.filter_masks)
-    inner = math.prod(dataset.shape[kept:])  # elements in an item
-    if dataset.chunks is None and not is_unwritten and (not is_raw or kept > 1):
+    inner, is_divided = math.prod(dataset.shape[kept:]), False  # elements in an item
+    if dataset.chunks is None and (not is_raw or kept > 1):
         stored_bytes = inner * element.item_bytes
         block = _divided(shape, stored_bytes, BOX_BLOCK_BYTES if is_raw else CONVERTED_BYTES)
         blocks = _blocks_of_run(file, int(table.offsets[0]), shape, block, stored_bytes)
-        count, origin.is_divided = int(block.prod()) * inner, True
+        if is_unwritten:
+            blocks.offset[:] = -1
+        count, is_divided = int(block.prod()) * inner, True
     elif is_raw and kept == 1 and table.is_one_run and checks is None:  # any range of rows is one range of bytes
         block, blocks = np.array(shape), Blocks(*(column[:1] for column in blocks))
     codec: Codec | None = None
@@ -148,8 +125,25 @@ def dataset_arrays(
         decoder = _decoder(properties, count, element) if is_filtered else None
         unwritten = _unwritten_value(dataset, table, element, path) if is_unwritten else b""
         codec = Filtered(decoder, element, count, unwritten)
+    origin = _origin(path, name, file, dataset, table, checks, is_divided=is_divided)
     inner_shape = *dataset.shape[kept:], *element.shape, element.dtype.itemsize
     return Arrays.of_one(item_bytes, shape, block, blocks, codec, origin, inner_shape)
+
+
+def _origin(
+    path: Path,
+    name: str,
+    file: int,
+    dataset: h5py.Dataset,
+    table: ChunkTable,
+    checks: ChunkChecks | None = None,
+    *,
+    is_divided: bool = False,
+) -> Origin:
+    """Return the origin of a dataset's chunks, or of its blocks if it is one chunk that is divided into them."""
+    text = dataset_text(path, name, dataset.name)
+    chunks = whole_chunk if is_divided else np.asarray
+    return Origin(file, lambda chunk: f"{text}, chunk {chunk}", table.offsets, checks, chunks)
 
 
 def codec_of(dataset: h5py.Dataset, element: Element) -> Filtered:
@@ -191,6 +185,8 @@ def _unwritten_value(dataset: h5py.Dataset, table: ChunkTable, element: Element,
 
     Returns the error for reading them if they have none.
     """
+    if is_variable(dataset.id.get_type()):  # HDF5 reads nothing there
+        return bytes(element.item_bytes)
     start, element = table.start(int(np.flatnonzero(table.offsets < 0)[0])), packed_element(dataset, element)
     space = dataset.id.get_space()
     space.select_hyperslab(start, (1,) * len(start))
@@ -207,7 +203,7 @@ def _compact_arrays(path: Path, name: str, file: int, dataset: h5py.Dataset, ele
     """Read a dataset that is stored in its object header, and has at most 64 KiB."""
     values = read_elements(dataset, element)
     table = ChunkTable.unwritten(dataset.shape, dataset.shape)
-    origin = DatasetOrigin(file, path, name, dataset, table, None)
+    origin = _origin(path, name, file, dataset, table)
     blocks = Blocks(np.full(1, file, np.int32), table.offsets, table.sizes, table.filter_masks)
     inner = *element.shape, element.dtype.itemsize
     return Arrays.of_one(element.num_bytes, dataset.shape, dataset.shape, blocks, InMemory(values), origin, inner)
@@ -216,7 +212,7 @@ def _compact_arrays(path: Path, name: str, file: int, dataset: h5py.Dataset, ele
 def no_values(path: Path, name: str, file: int, dataset: h5py.Dataset, element: Element, axes: int) -> Arrays:
     """Describe a dataset without values, such as samples of zero bytes."""
     table = ChunkTable.unwritten(dataset.shape, dataset.shape)
-    origin = DatasetOrigin(file, path, name, dataset, table, None)
+    origin = _origin(path, name, file, dataset, table)
     blocks = Blocks(np.full(len(table), file, np.int32), table.offsets, table.sizes, table.filter_masks)
     shape, inner = dataset.shape[:axes], (*dataset.shape[axes:], *element.shape, element.dtype.itemsize)
     codec = InMemory(np.empty(0, np.uint8))

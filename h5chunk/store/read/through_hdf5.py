@@ -10,18 +10,19 @@ import math
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, printable
-from h5chunk.plan.cache import ChunkGrid
+from h5chunk.errors import FileError
+from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.store.hdf5.chunk_table import ChunkTable, NotDirect, check_chunks, list_chunks
 from h5chunk.store.hdf5.open import DAMAGES, explained, open_file, translate_errors
 from h5chunk.store.hdf5.types import Element, packed_element, packed_type
-from h5chunk.store.read.arrays import Arrays, Blocks
+from h5chunk.store.read.arrays import Arrays, Blocks, Origin, dataset_text, whole_chunk
 from h5chunk.store.read.checksums import ChunkChecks, Sums
 from h5chunk.store.read.open_files import with_remedy
 
@@ -74,27 +75,6 @@ class Hdf5Files:
                 file.close()
 
 
-class HdfOrigin:
-    """A dataset that HDF5 reads in blocks of several chunks."""
-
-    def __init__(self, file: int, text: str, checks: ChunkChecks | None, band_rows: int, num_rows: int) -> None:
-        self.file, self.checks, self._text = file, checks, text
-        self._band_rows, self._num_rows = band_rows, num_rows
-
-    def at(self, offset: int) -> str:
-        return self._text
-
-    def block(self, number: int) -> str:
-        return self._text
-
-    def chunks(self, blocks: np.ndarray) -> np.ndarray:
-        assert self.checks is not None
-        if not self._band_rows:  # boxes of chunks
-            return blocks
-        first = blocks * self._band_rows
-        return self.checks.of_rows(first, np.minimum(first + self._band_rows, self._num_rows) - first)
-
-
 class _Opened(NamedTuple):
     """An open dataset, its selection, which the next read replaces, and the type in which HDF5 reads it."""
 
@@ -107,7 +87,13 @@ class ThroughHdf5:
     """The codec of blocks of a dataset that HDF5 reads. They have no offset in the file."""
 
     def __init__(
-        self, files: Hdf5Files, path: Path, check: Callable[[], None], text: str, dataset: h5py.Dataset, name: str
+        self,
+        files: Hdf5Files,
+        path: Path,
+        check: Callable[[], None],
+        text: Callable[[int], str],
+        dataset: h5py.Dataset,
+        name: str,
     ) -> None:
         self._files, self._path, self._check, self._text, self._name = files, path, check, text, name
         self._shape = dataset.shape
@@ -117,7 +103,8 @@ class ThroughHdf5:
         self._element, self._block, self._is_plain = element, block, element.is_plain
         self._stored, self._packed = np.dtype(f"V{element.item_bytes}"), np.dtype(f"V{element.num_bytes}")
         self._grid = [-(-size // step) for size, step in zip(self._shape, block, strict=True)]
-        self._settings = grid.cache_for(2)
+        # chunks that are blocks are kept by the engine, if at all
+        self._settings = CacheSettings(1, 0) if block == grid.chunks else grid.cache_for(2)
 
     def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: Callable[[], str]) -> None:
         raise AssertionError("the block has no stored bytes")
@@ -128,7 +115,7 @@ class ThroughHdf5:
         HDF5 returns zeros for the missing part of a truncated file. The task that reads blocks, or its caller, then
         finds that the file was changed.
         """
-        start: list[int] = []
+        name, start = partial(self._text, number), list[int]()
         for size, step in zip(reversed(self._grid), reversed(self._block), strict=True):
             number, at = divmod(number, size)
             start.insert(0, at * step)
@@ -148,7 +135,7 @@ class ThroughHdf5:
                 self._check()
                 text = explained(error)
                 remedy = INSTALL if "plugin" in text or "filter" in text else ""
-                raise FileError(f"{self._text} cannot be read: {text}{remedy}") from error
+                raise FileError(f"{name()} cannot be read: {text}{remedy}") from error
         if is_direct:
             return
         values = self._element.convert(raw.reshape(-1).view(np.uint8))
@@ -176,23 +163,25 @@ def hdf5_arrays(
     check: Callable[[], None],
     *,
     axes: int = 1,
+    block: tuple[int, ...] | None = None,
 ) -> Arrays:
     """Describe a dataset, as `h5chunk.store.read.stored.dataset_arrays` does, whose blocks HDF5 reads.
 
-    ``dataset_name`` is its path in the file, and ``check`` raises FileError if the file was changed.
+    ``dataset_name`` is its path in the file, and ``check`` raises FileError if the file was changed. ``block`` is the
+    shape of a block; default: about `CALL_BYTES`, or a chunk if boxes are read.
     """
     shape, chunks = dataset.shape, dataset.chunks
     element = packed_element(dataset, element)
     grid = ChunkGrid(shape, chunks, element.num_bytes, dataset.id.get_create_plist().get_nfilters() > 0)
-    text = f"{printable(path)}: field {name!r}"
-    if axes == 1:
+    text = dataset_text(path, name, dataset_name)
+    if axes == 1 and block is None:
         rows = max(1, CALL_BYTES // max(1, grid.sample_bytes))
         if chunks and grid.needs_cache and chunks[0] * grid.sample_bytes <= MAX_BAND_BYTES:
             rows = chunks[0]  # more chunks would be decoded for other samples than those that are read together
         elif chunks:
             rows = 1
         block = (min(rows, shape[0]), *shape[1:])
-    else:
+    elif block is None:
         block = chunks or _divided_evenly(shape, element.num_bytes)
     checks = None
     if name in sums:
@@ -200,14 +189,25 @@ def hdf5_arrays(
             checks = ChunkChecks(path, name, list_chunks(dataset), sums[name], indptr, file)
         except NotDirect as error:
             raise FileError(f"{text}: its checksums cannot be verified, because {error}: leave checksums out") from None
-    codec = ThroughHdf5(files, path, check, text, dataset, dataset_name)
+    in_chunks = tuple(block) == chunks
+    name_of = partial("{}, chunk {}".format, text) if in_chunks else lambda _: text
+    codec = ThroughHdf5(files, path, check, name_of, dataset, dataset_name)
     codec.divide(element, tuple(block), grid)
     table = ChunkTable.unwritten(shape, tuple(block))
     blocks = Blocks(np.full(len(table), file, np.int32), table.offsets, table.sizes, table.filter_masks)
-    origin = HdfOrigin(file, text, checks, block[0] if axes == 1 else 0, shape[0])
+    chunks_of: Callable[[np.ndarray], np.ndarray] = np.asarray
+    if checks is not None and not in_chunks:
+        chunks_of = partial(_chunks_of, checks, block[0], shape[0]) if chunks else whole_chunk
+    origin = Origin(file, name_of, None, checks, chunks_of)
     item_bytes = math.prod(shape[axes:]) * element.num_bytes
     inner = *shape[axes:], *element.shape, element.dtype.itemsize
     return Arrays.of_one(item_bytes, shape[:axes], block[:axes], blocks, codec, origin, inner)
+
+
+def _chunks_of(checks: ChunkChecks, band_rows: int, num_rows: int, bands: np.ndarray) -> np.ndarray:
+    """Return the numbers of the chunks that contain bands of rows."""
+    first = bands * band_rows
+    return checks.of_rows(first, np.minimum(first + band_rows, num_rows) - first)
 
 
 def _divided_evenly(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:

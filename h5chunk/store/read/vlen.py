@@ -15,14 +15,13 @@ import numpy as np
 
 from h5chunk.errors import FileError, UnsupportedError, printable
 from h5chunk.plan.layout import good_chunk_samples
-from h5chunk.store.hdf5.chunk_table import NotDirect, count_unwritten, is_vlen, list_chunks
+from h5chunk.store.hdf5.chunk_table import NotDirect, count_unwritten, is_vlen
 from h5chunk.store.hdf5.open import descriptor_of
-from h5chunk.store.hdf5.raw_chunks import RawChunks
 from h5chunk.store.hdf5.strings import POINTER, FileBytes, find_in_heap
 from h5chunk.store.hdf5.types import Element, element_of, type_text
-from h5chunk.store.read.arrays import Arrays, Blocks
-from h5chunk.store.read.checksums import ChunkChecks
+from h5chunk.store.read.arrays import Arrays, Blocks, Origin
 from h5chunk.store.read.ragged import SeriesField
+from h5chunk.store.read.raw import RawValues
 from h5chunk.store.read.samples import Elements, Part, StoredFile, Texts
 from h5chunk.store.read.stored import Filtered
 
@@ -52,24 +51,6 @@ class VlenField(SeriesField):
         return Part(Elements, (arrays,), sizes=sizes)
 
 
-class VlenOrigin:
-    """A dataset of arrays of variable length, for messages."""
-
-    checks: ChunkChecks | None = None
-
-    def __init__(self, file: int, text: str) -> None:
-        self.file, self._text = file, text
-
-    def at(self, offset: int) -> str:
-        return self._text
-
-    def block(self, number: int) -> str:
-        return self._text
-
-    def chunks(self, blocks: np.ndarray) -> np.ndarray:
-        return blocks
-
-
 def describe_vlen(dataset: h5py.Dataset, path: Path, name: str) -> VlenField:
     """Describe a dataset of arrays of variable length. Raises UnsupportedError unless they can be read without HDF5."""
     where = f"{printable(path)}: {dataset.name!r}"
@@ -95,24 +76,12 @@ def read_pointers(dataset: h5py.Dataset, path: Path) -> np.ndarray:
     """Read the pointers of all elements, of dtype `POINTER`. Elements that were never written are empty."""
     where = f"{printable(path)}: {dataset.name!r}"
     noun, remedy = ("arrays", REMEDY) if is_vlen(dataset) else ("strings", AS_FIXED)
-    properties = dataset.id.get_create_plist()
+    pointers = np.zeros(dataset.shape, POINTER)
     try:
-        if properties.get_layout() not in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS) or (
-            properties.get_layout() == h5py.h5d.CONTIGUOUS and properties.get_external_count()
-        ):
-            raise NotDirect("it is stored compactly, or in other files")
-        table = list_chunks(dataset)
-        raw = RawChunks(dataset, descriptor_of(dataset.file), where, table)
-        if raw.needs_hdf5:
-            raise NotDirect(raw.left_to_hdf5)
+        if dataset.size:
+            RawValues(dataset, descriptor_of(dataset.file)).read([0], [len(dataset)], pointers)
     except NotDirect as error:
         raise UnsupportedError(f"{where} has {noun} of variable length, but {error}: {remedy}") from None
-    pointers = np.zeros(dataset.shape, POINTER)
-    part = np.empty(table.chunk_shape, POINTER)
-    for chunk in np.flatnonzero(table.offsets >= 0).tolist():
-        raw.decode(chunk, part.reshape(-1).view(np.uint8))
-        target = pointers[tuple(slice(at, at + side) for at, side in zip(table.start(chunk), part.shape, strict=True))]
-        target[...] = part[tuple(map(slice, target.shape))]  # chunks at the edges may extend beyond the dataset
     return pointers
 
 
@@ -152,7 +121,7 @@ def _heap_arrays(file: StoredFile, dataset: str, pointers: np.ndarray, element: 
     zeros, numbers = np.zeros(len(lengths), np.int64), np.arange(len(lengths))
     masks = zeros.astype(np.uint32)
     blocks = Blocks(np.full(len(lengths), file.number, np.int32), places, sizes, masks)
-    shape, origin = lengths[:, None], VlenOrigin(file.number, f"{printable(file.path)}: {dataset!r}")
+    shape, origin = lengths[:, None], Origin(file.number, lambda _: f"{printable(file.path)}: {dataset!r}")
     # an array without elements has a block, too, which is never read
     codecs = () if element.is_plain else (Filtered(None, element, 1, b""),)
     tables = numbers, shape, np.maximum(shape, 1), zeros + len(codecs)
