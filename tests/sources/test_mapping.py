@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -194,12 +193,3 @@ def test_columns_in_a_tuple_are_not_taken_for_samples(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"pass columns as a dict, such as {'x': x, 'y': y}, and samples as a list"):
         h5chunk.convert((x, y), tmp_path / "x.h5")
     assert h5chunk.convert({"x": x, "y": y}, tmp_path / "x.h5").num_samples == 5
-
-
-def test_the_remedy_for_strings_works(tmp_path: Path) -> None:
-    names = np.array(["x", "y\u00e9"], object)
-    with pytest.raises(SourceError, match=r"np\.char\.encode") as caught:
-        h5chunk.convert({"names": names}, tmp_path / "x.h5")
-    remedy = re.search(r"for bytes, (.*) for str\)", str(caught.value)).group(1)
-    h5chunk.convert({"names": eval(remedy, {"np": np, "x": names})}, tmp_path / "x.h5", shuffle=False)
-    assert h5chunk.ChunkDataset(tmp_path / "x.h5").values("names").tolist() == names.tolist()
