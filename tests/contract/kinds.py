@@ -146,7 +146,7 @@ OF_BATCHES = Empty("samples that differ in length are padded before", "pass them
 NO_STATISTICS = {"statistics": Empty("they are of dense fields", "leave out --stats|computes only")}
 NO_LOADER = dict.fromkeys(
     ["loader", "direct", "resume_loader", "resident", "memory_bytes", "batch_transform", "one_order", "changed_loader"],
-    Empty("torch has no tensors of strings", "leave it out.* or use the data set with a DataLoader"),
+    Empty("torch has no tensors of strings", "leave it out.* or use a DataLoader"),
 )
 
 
