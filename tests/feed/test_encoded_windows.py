@@ -170,6 +170,21 @@ def test_an_episode_without_frames_has_no_windows(form: str, empty: str, tmp_pat
     assert windows.chunk_samples <= sum(LENGTHS)
 
 
+def test_files_that_store_images_in_two_ways_are_an_error(tmp_path: Path) -> None:
+    images = [encoded(picture) for picture in pictures(4, seed=0)]
+    padded = np.zeros((4, max(map(len, images))), np.uint8)
+    for row, image in zip(padded, images, strict=True):
+        row[: len(image)] = image
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["camera"] = padded
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        rows = file.create_dataset("camera", (4,), h5py.vlen_dtype(np.uint8))
+        for number, image in enumerate(images):
+            rows[number] = image
+    with pytest.raises(h5chunk.FieldError, match=r"b.h5: .* in arrays of variable length, but in .* in dense rows"):
+        h5chunk.Windows([tmp_path / "a.h5", tmp_path / "b.h5"], ["camera"], 2)
+
+
 def test_bytes_that_are_no_images_stay_bytes(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).integers(0, 255, (9, 64), np.uint8)
     rows[0, :3] = 0xFF, 0xD8, 0xFF

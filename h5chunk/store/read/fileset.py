@@ -205,10 +205,11 @@ def _combine_field(readers: Sequence[Source], name: str) -> Field | RaggedField:
     fields = [reader.fields[name] for reader in readers]
     dense = [field for field in fields if isinstance(field, Field)]
     ragged = [field for field in fields if isinstance(field, RaggedField)]
-    others = [number for number, field in enumerate(fields) if type(field) is not type(fields[0])]
+    kinds = [[type(field), *([type(field.stored)] if isinstance(field, EncodedField) else [])] for field in fields]
+    others = [number for number, kind in enumerate(kinds) if kind != kinds[0]]
     if others:
         path, first_path = _places(readers[others[0]], readers[0], name)
-        kind, first_kind = (KINDS[type(fields[number])] for number in (others[0], 0))
+        kind, first_kind = (" in ".join(KINDS[each] for each in kinds[number]) for number in (others[0], 0))
         raise FieldError(f"{path}: field {name!r} is {kind}, but in {first_path} it is {first_kind}: {REMEDY}")
     if ragged:
         sums = {trait: sum(getattr(field, trait) for field in ragged) for trait in ("num_rows", "num_entries")}
