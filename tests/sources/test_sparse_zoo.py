@@ -351,7 +351,7 @@ H5AD: dict[str, tuple[Callable[[h5py.File], None], str]] = {
     "virtual dataset": (virtual, "'X/data' is a view of other files, such as '/tmp/other.h5'"),
     "never written": (unwritten, "X/data: 6 of its chunks were never written"),
     "huge claim": (huge, "'X/data' claims 4.0 TiB, but only 0 bytes were ever written"),
-    "short chunk": (short_chunk, "X/data, chunk 0 is damaged .gzip gives 16 bytes, but 480 are expected"),
+    "short chunk": (short_chunk, "X/data', chunk 0 is damaged .gzip gives 16 bytes, but 480 are expected"),
     "long chunk": (long_chunk, "chunk 0 is damaged .gzip: does not decode into 480 bytes"),
     "rubbish chunk": (unzippable_chunk, "chunk 0 is damaged .gzip: does not decode into 480 bytes"),
     "bad checksum": (bad_checksum, "chunk 0 is damaged .fletcher32: the checksum of 480 bytes is 00000000, but"),

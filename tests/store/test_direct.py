@@ -292,7 +292,7 @@ def test_damaged_chunks(tmp_path, name, rows):
     with pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2 is damaged"):
         field.read_all()
     assert field.read([3, 2, 14, 36]).tobytes() == data[[3, 2, 14, 36]].tobytes()
-    with pytest.raises(FileError, match=r"a\.h5: field 'x' cannot be read"):
+    with pytest.raises(FileError, match=r"a\.h5: field 'x', chunk 2 cannot be read"):
         open_field(path, way="h5py").read(rows)
 
 

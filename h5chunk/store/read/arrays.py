@@ -22,6 +22,7 @@ import numpy as np
 from h5chunk.errors import printable
 from h5chunk.store.read.checksums import ChunkChecks
 
+SMALL_BYTES = 256 << 10  # bytes that can be read while a task for one part is made in Python
 RAW = 0  # the codec of blocks whose bytes in the file are those in memory
 
 
@@ -316,9 +317,16 @@ class Arrays:
         return low, np.minimum(low + self.block[array], self.shape[array])
 
     def bytes_read(self, parts: Parts) -> int:
-        """Return the bytes that are read or decoded for these parts. A decoded block counts once, a raw one in part."""
-        coded = self.codec[self.array_of(parts.block)] != RAW
-        items = parts.some(~coded).sizes.sum() + self.items_in(np.unique(parts.block[coded])).sum()
+        """Return the bytes that are read or decoded for these parts.
+
+        A decoded block counts once, and so does a small raw block of which boxes are read. Other raw blocks count in
+        part.
+        """
+        array = self.array_of(parts.block)
+        whole = self.codec[array] != RAW
+        if self.num_axes > 1:
+            whole |= self.block_bytes[array] <= SMALL_BYTES
+        items = parts.some(~whole).sizes.sum() + self.items_in(np.unique(parts.block[whole])).sum()
         return int(items) * self.item_bytes
 
     def origin_of(self, block: int) -> tuple[Origin, int]:

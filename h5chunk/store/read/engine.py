@@ -33,12 +33,11 @@ from h5chunk.store.hdf5.ranges import (
     vector_tasks,
     vectors_of,
 )
-from h5chunk.store.read.arrays import RAW, Arrays, Boxes, Parts
+from h5chunk.store.read.arrays import RAW, SMALL_BYTES, Arrays, Boxes, Parts
 from h5chunk.store.read.open_files import OpenFiles
 from h5chunk.store.read.through_hdf5 import Hdf5Files
 
 GAP_BYTES = 4 << 10  # smaller gaps between two rows are read, because skipping them would need another system call
-TASK_BYTES = 256 << 10  # bytes that can be read while a task for one part is made in Python
 SLAB_BYTES = 8 << 20  # limit on the bytes of a raw block that are read at once for several boxes
 CACHE_BYTES = 256 << 20  # limit on the decoded blocks that are kept for all fields of a data set
 
@@ -251,7 +250,7 @@ class BoxReader:
         ``is_whole`` means that all of the block is used now. Otherwise, the decoded block is kept.
         """
         num_bytes = int(self.arrays.block_bytes[array])
-        if is_whole or self.arrays.codec[array] == RAW:
+        if is_whole or (self.arrays.codec[array] == RAW and num_bytes > SMALL_BYTES):
             values = scratch(self.cache.local, "decoded", num_bytes)
             self.decode(files, block, array, values)
             return values
@@ -309,7 +308,7 @@ class BlockTask:
         raw_bytes = np.where(arrays.codec[array] == RAW, arrays.block_bytes[array], 0)
         about = blocks.tolist(), array.tolist(), raw_bytes.tolist(), self._is_whole.tolist()
         for (first, end), block, number, num_bytes, is_whole in zip(ends, *about, strict=True):
-            if num_bytes > min(SLAB_BYTES, (end - first) * TASK_BYTES):
+            if num_bytes > min(SLAB_BYTES, (end - first) * SMALL_BYTES):
                 RawBlock(self._reader, block, number).read(files, table[first:end], self._out)
             elif is_whole and (target := self._target(table[first:end], number)) is not None:
                 self._reader.decode(files, block, number, target)
@@ -356,7 +355,7 @@ class RawBlock:
         shape -= low
         num_bytes = int(shape.prod()) * item
         runs = np.minimum(length[:, -1] * item + GAP_BYTES, shape[-1] * item)
-        one_by_one = (length[:, :-1].prod(axis=1) * runs + TASK_BYTES).sum()
+        one_by_one = (length[:, :-1].prod(axis=1) * runs + SMALL_BYTES).sum()
         if num_bytes > SLAB_BYTES or num_bytes + length.prod(axis=1).sum() * item > one_by_one:
             for row in table.tolist():
                 self._vectors(row, out[row[0]])(files)

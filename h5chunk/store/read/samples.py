@@ -28,7 +28,7 @@ import numpy as np
 from h5chunk.errors import FileError
 from h5chunk.native import available
 from h5chunk.store.hdf5.ranges import Ranges, ReadTask
-from h5chunk.store.read.arrays import Arrays, Boxes
+from h5chunk.store.read.arrays import SMALL_BYTES, Arrays, Boxes
 from h5chunk.store.read.engine import CACHE_BYTES, SLAB_BYTES, BlockCache, BoxReader, EndedTask, items_of
 from h5chunk.store.read.open_files import OpenFiles
 
@@ -141,11 +141,14 @@ class FieldReader:
         return max((self._kept_bytes(reader.arrays) for reader in self.readers), default=0)
 
     def _kept_bytes(self, arrays: Arrays) -> int:
-        if not arrays.max_block_bytes:
+        size = arrays.max_block_bytes
+        if arrays.num_axes > 1 and (largest := int(arrays.block_bytes.max(initial=0))) <= SMALL_BYTES:
+            size = max(size, largest)  # small raw blocks are read whole, too
+        if not size:
             return 0
         grid = np.delete(-(-arrays.shape // arrays.block), self.axis, axis=1)
         across = int(grid.prod(axis=1).max(initial=1))
-        return max(KEPT_BLOCKS, KEPT_BANDS * across) * arrays.max_block_bytes
+        return max(KEPT_BLOCKS, KEPT_BANDS * across) * size
 
     @property
     def thread_bytes(self) -> int:
