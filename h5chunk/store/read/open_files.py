@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FileError
+from h5chunk.errors import FileError, printable
 from h5chunk.remote.countdown import Countdown
 from h5chunk.remote.mirror import Descriptor, Hold, Mirror
 from h5chunk.store.hdf5.ranges import Ranges, open_descriptor
@@ -35,7 +35,7 @@ class OpenFiles:
         first: dict[Path, int] = {}  # sources may be parts of the same file, whose descriptor they share
         self._first = [first.setdefault(path, number) for number, (path, _, _) in enumerate(self._files)]
         self._open: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._lock, self._is_closed = threading.Lock(), False
 
     def descriptor(self, number: int) -> int:
         """Return the descriptor of a file, which stays open. Raises FileError if it cannot be opened or has changed."""
@@ -44,6 +44,8 @@ class OpenFiles:
         if descriptor is None:
             with self._lock:
                 descriptor = self._open.get(number)
+                if self._is_closed:
+                    raise FileError(f"{printable(self._files[number][0])}: the file was closed while it was read")
                 if descriptor is None:
                     descriptor = self._open[number] = self._open_checked(number)
         return descriptor
@@ -73,7 +75,9 @@ class OpenFiles:
 
     def close(self) -> None:
         """Close the files. No task may be running."""
-        opened, self._open = self._open, {}
+        with self._lock:  # no thread may open a file again
+            self._is_closed = True
+            opened, self._open = self._open, {}
         for descriptor in opened.values():
             os.close(descriptor)
 
