@@ -20,9 +20,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from h5chunk.errors import printable
+from h5chunk.store.hdf5.chunk_table import ChunkTable
 from h5chunk.store.read.checksums import ChunkChecks
 
 SMALL_BYTES = 256 << 10  # bytes that can be read while a task for one part is made in Python
+BOX_BLOCK_BYTES = 4 << 20  # bytes of the blocks of a contiguous dataset of which boxes are read
 RAW = 0  # the codec of blocks whose bytes in the file are those in memory
 
 
@@ -33,6 +35,11 @@ class Blocks(NamedTuple):
     offset: np.ndarray  # int64, in the file; -1 if the block was never written
     size: np.ndarray  # int64, stored bytes
     mask: np.ndarray  # uint32, bit i is set if filter i was skipped for the block
+
+    @classmethod
+    def of_chunks(cls, file: int, table: ChunkTable) -> Blocks:
+        """Return the chunks of a dataset as blocks. ``file`` is the number of the file."""
+        return cls(np.full(len(table), file, np.int32), table.offsets, table.sizes, table.filter_masks)
 
 
 class Boxes(NamedTuple):
@@ -101,6 +108,21 @@ def whole_chunk(blocks: np.ndarray) -> np.ndarray:
     return np.zeros(1, np.int64)
 
 
+def divided(shape: Sequence[int], item_bytes: int, limit: int = BOX_BLOCK_BYTES) -> tuple[int, ...]:
+    """Return the shape of the blocks of an array in C order: contiguous blocks of at most ``limit`` bytes.
+
+    A block has at least one item.
+
+    >>> divided((10, 4, 6), item_bytes=1, limit=50), divided((10, 4, 6), item_bytes=1, limit=14)
+    ((2, 4, 6), (1, 2, 6))
+    """
+    block, left = list(shape), max(1, limit // item_bytes)
+    for axis in reversed(range(len(shape))):
+        block[axis] = min(shape[axis], max(1, left))
+        left //= max(1, block[axis])
+    return tuple(block)
+
+
 class Origin:
     """Where some blocks come from, for error messages and checksums: a dataset, or several datasets of one file.
 
@@ -144,6 +166,13 @@ class Codec(Protocol):
 
         Raises FileError if they are damaged. ``where`` returns a text that names the block.
         """
+
+
+class FillCodec:
+    """A codec of blocks that have no bytes in the file."""
+
+    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: Callable[[], str]) -> None:
+        raise AssertionError("the block has no stored bytes")
 
 
 @dataclass(frozen=True)

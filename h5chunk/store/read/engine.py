@@ -338,7 +338,7 @@ class RawBlock:
 
     def __init__(self, reader: BoxReader, block: int, array: int) -> None:
         arrays = reader.arrays
-        self._reader, self._block, self._item = reader, block, arrays.item_bytes
+        self._reader, self._item = reader, arrays.item_bytes
         self._shape, self._offset = arrays.block[array], int(arrays.blocks.offset[block])
         self._file = int(arrays.blocks.file[block])
         self._origin, self._number = arrays.origin_of(block)

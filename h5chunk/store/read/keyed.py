@@ -23,7 +23,7 @@ from h5chunk.store.hdf5.keyed_index import THROUGH_HDF5, KeyedIndex, Wanted, nam
 from h5chunk.store.hdf5.open import opened, translate_errors
 from h5chunk.store.hdf5.patterns import fill
 from h5chunk.store.hdf5.types import Element, element_of, read_elements
-from h5chunk.store.read.arrays import Arrays, Blocks, Codec, Origin
+from h5chunk.store.read.arrays import Arrays, Blocks, Codec, FillCodec, Origin
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import FileSet
@@ -255,7 +255,7 @@ def keyed_source(files: Sequence[Path], wanted: Wanted, index: KeyedIndex) -> So
     return readers[0] if len(files) == 1 else FileSet(readers, Path(f"{shown(files[0])} and {len(files) - 1} more"))
 
 
-class SampleThroughHdf5:
+class SampleThroughHdf5(FillCodec):
     """The codec of samples that HDF5 reads, each of which is one block. ``first`` is the first block of each sample."""
 
     def __init__(self, files: Hdf5Files, source: KeyedReader, name: str, first: np.ndarray) -> None:
@@ -281,6 +281,3 @@ class SampleThroughHdf5:
         check()
         with opened(path) as file:
             yield file
-
-    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: Callable[[], str]) -> None:
-        raise AssertionError("the block has no stored bytes")

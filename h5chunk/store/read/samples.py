@@ -446,7 +446,7 @@ class PatchRows(FieldReader):
 
     @property
     def thread_bytes(self) -> int:
-        return max(super().thread_bytes, 0 if self._arrays.codec.all() else SLAB_BYTES)
+        return max(super().thread_bytes, SLAB_BYTES if self._arrays.has_raw else 0)
 
 
 def pad(patch: np.ndarray, low: np.ndarray, shape: np.ndarray, padding: Any) -> None:

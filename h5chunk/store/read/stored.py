@@ -14,12 +14,21 @@ from h5chunk.errors import FileError, human_bytes, printable
 from h5chunk.store.hdf5.chunk_table import ChunkTable, NotDirect, is_variable, list_chunks
 from h5chunk.store.hdf5.codecs import ChunkDecoder, DecodeError, NoDecoder, scratch
 from h5chunk.store.hdf5.types import Element, packed_element, packed_type, read_elements
-from h5chunk.store.read.arrays import Arrays, Blocks, Codec, Origin, dataset_text, whole_chunk
+from h5chunk.store.read.arrays import (
+    BOX_BLOCK_BYTES,
+    Arrays,
+    Blocks,
+    Codec,
+    FillCodec,
+    Origin,
+    dataset_text,
+    divided,
+    whole_chunk,
+)
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 
 MAX_DECODED_BYTES = 256 << 20  # limit on a decoded chunk, because each thread holds one and its stored bytes
 TINY_BYTES, MANY_CHUNKS = 8 << 10, 4096  # HDF5 is faster at reading so many chunks below this size (scripts/LOG.md)
-BOX_BLOCK_BYTES = 4 << 20  # bytes of the blocks of a contiguous dataset of which boxes are read
 CONVERTED_BYTES = 256 << 10  # bytes of the blocks of a contiguous dataset whose values must be converted
 
 _local = threading.local()
@@ -58,7 +67,7 @@ class Filtered:
             out[: len(values)] = values
 
 
-class InMemory:
+class InMemory(FillCodec):
     """The codec of a block that is in memory already, because the file stores it in an object header."""
 
     def __init__(self, values: np.ndarray) -> None:
@@ -66,9 +75,6 @@ class InMemory:
 
     def fill(self, number: int, out: np.ndarray) -> None:
         out[:] = self._values
-
-    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: Callable[[], str]) -> None:
-        raise AssertionError("the block has no stored bytes")
 
 
 def dataset_arrays(
@@ -109,11 +115,11 @@ def dataset_arrays(
     kept = _kept_axes(dataset.shape, table.chunk_shape, axes)
     item_bytes = math.prod(dataset.shape[kept:]) * element.num_bytes
     shape, block = dataset.shape[:kept], np.array(table.chunk_shape[:kept])
-    blocks = Blocks(np.full(len(table), file, np.int32), table.offsets, table.sizes, table.filter_masks)
+    blocks = Blocks.of_chunks(file, table)
     inner, is_divided = math.prod(dataset.shape[kept:]), False  # elements in an item
     if dataset.chunks is None and (not is_raw or kept > 1):
         stored_bytes = inner * element.item_bytes
-        block = _divided(shape, stored_bytes, BOX_BLOCK_BYTES if is_raw else CONVERTED_BYTES)
+        block = np.array(divided(shape, stored_bytes, BOX_BLOCK_BYTES if is_raw else CONVERTED_BYTES))
         blocks = _blocks_of_run(file, int(table.offsets[0]), shape, block, stored_bytes)
         if is_unwritten:
             blocks.offset[:] = -1
@@ -204,7 +210,7 @@ def _compact_arrays(path: Path, name: str, file: int, dataset: h5py.Dataset, ele
     values = read_elements(dataset, element)
     table = ChunkTable.unwritten(dataset.shape, dataset.shape)
     origin = _origin(path, name, file, dataset, table)
-    blocks = Blocks(np.full(1, file, np.int32), table.offsets, table.sizes, table.filter_masks)
+    blocks = Blocks.of_chunks(file, table)
     inner = *element.shape, element.dtype.itemsize
     return Arrays.of_one(element.num_bytes, dataset.shape, dataset.shape, blocks, InMemory(values), origin, inner)
 
@@ -213,26 +219,15 @@ def no_values(path: Path, name: str, file: int, dataset: h5py.Dataset, element: 
     """Describe a dataset without values, such as samples of zero bytes."""
     table = ChunkTable.unwritten(dataset.shape, dataset.shape)
     origin = _origin(path, name, file, dataset, table)
-    blocks = Blocks(np.full(len(table), file, np.int32), table.offsets, table.sizes, table.filter_masks)
+    blocks = Blocks.of_chunks(file, table)
     shape, inner = dataset.shape[:axes], (*dataset.shape[axes:], *element.shape, element.dtype.itemsize)
     codec = InMemory(np.empty(0, np.uint8))
     return Arrays.of_one(math.prod(inner), shape, [max(1, size) for size in shape], blocks, codec, origin, inner)
 
 
-def _divided(shape: tuple[int, ...], item_bytes: int, limit: int) -> np.ndarray:
-    """Return the shape of the blocks of a contiguous array, each of which is contiguous, too."""
-    block = np.array(shape)
-    steps = item_bytes * np.cumprod([1, *shape[:0:-1]])[::-1]  # bytes from one index to the next, along each axis
-    for axis in range(len(shape)):
-        block[axis] = np.clip(limit // steps[axis], 1, shape[axis])
-        if block[axis] > 1:
-            break
-    return block
-
-
 def _blocks_of_run(file: int, offset: int, shape: tuple[int, ...], block: np.ndarray, item_bytes: int) -> Blocks:
     """Return the blocks of a contiguous array at an offset of a file. Those at the edges end with the array."""
-    steps = item_bytes * np.cumprod([1, *shape[:0:-1]])[::-1]
+    steps = item_bytes * np.cumprod([1, *shape[:0:-1]])[::-1]  # bytes from one index to the next, along each axis
     grid = -(-np.array(shape) // block)
     firsts = np.stack(np.unravel_index(np.arange(grid.prod()), tuple(grid)), axis=1) * block
     offsets = offset + firsts @ steps

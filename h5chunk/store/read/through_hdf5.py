@@ -20,16 +20,15 @@ import numpy as np
 from h5chunk.errors import FileError
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
 from h5chunk.store.hdf5.chunk_table import ChunkTable, NotDirect, check_chunks, list_chunks
+from h5chunk.store.hdf5.codecs import INSTALL
 from h5chunk.store.hdf5.open import DAMAGES, explained, open_file, translate_errors
 from h5chunk.store.hdf5.types import Element, packed_element, packed_type
-from h5chunk.store.read.arrays import Arrays, Blocks, Origin, dataset_text, whole_chunk
+from h5chunk.store.read.arrays import Arrays, Blocks, FillCodec, Origin, dataset_text, divided, whole_chunk
 from h5chunk.store.read.checksums import ChunkChecks, Sums
 from h5chunk.store.read.open_files import with_remedy
 
 CALL_BYTES = 32 << 10  # bytes of a contiguous dataset that are read with one call, unless samples are larger
 MAX_BAND_BYTES = 16 << 20  # limit on a block; larger chunks are kept decoded by HDF5's own cache
-BOX_BLOCK_BYTES = 4 << 20  # bytes of the blocks of a contiguous dataset of which boxes are read
-INSTALL = '. If a filter is missing, run pip install "h5chunk[codecs]"'
 
 
 class Hdf5Files:
@@ -83,7 +82,7 @@ class _Opened(NamedTuple):
     kind: h5py.h5t.TypeID
 
 
-class ThroughHdf5:
+class ThroughHdf5(FillCodec):
     """The codec of blocks of a dataset that HDF5 reads. They have no offset in the file."""
 
     def __init__(
@@ -105,9 +104,6 @@ class ThroughHdf5:
         self._grid = [-(-size // step) for size, step in zip(self._shape, block, strict=True)]
         # chunks that are blocks are kept by the engine, if at all
         self._settings = CacheSettings(1, 0) if block == grid.chunks else grid.cache_for(2)
-
-    def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: Callable[[], str]) -> None:
-        raise AssertionError("the block has no stored bytes")
 
     def fill(self, number: int, out: np.ndarray) -> None:
         """Read a block, as `Codec.fill` does.
@@ -134,7 +130,7 @@ class ThroughHdf5:
             except DAMAGES as error:  # HDF5's error names neither file nor field
                 self._check()
                 text = explained(error)
-                remedy = INSTALL if "plugin" in text or "filter" in text else ""
+                remedy = f". If a filter is missing, run {INSTALL}" if "plugin" in text or "filter" in text else ""
                 raise FileError(f"{name()} cannot be read: {text}{remedy}") from error
         if is_direct:
             return
@@ -182,7 +178,7 @@ def hdf5_arrays(
             rows = 1
         block = (min(rows, shape[0]), *shape[1:])
     elif block is None:
-        block = chunks or _divided_evenly(shape, element.num_bytes)
+        block = chunks or divided(shape, element.num_bytes)
     checks = None
     if name in sums:
         try:
@@ -194,7 +190,7 @@ def hdf5_arrays(
     codec = ThroughHdf5(files, path, check, name_of, dataset, dataset_name)
     codec.divide(element, tuple(block), grid)
     table = ChunkTable.unwritten(shape, tuple(block))
-    blocks = Blocks(np.full(len(table), file, np.int32), table.offsets, table.sizes, table.filter_masks)
+    blocks = Blocks.of_chunks(file, table)
     chunks_of: Callable[[np.ndarray], np.ndarray] = np.asarray
     if checks is not None and not in_chunks:
         chunks_of = partial(_chunks_of, checks, block[0], shape[0]) if chunks else whole_chunk
@@ -208,12 +204,3 @@ def _chunks_of(checks: ChunkChecks, band_rows: int, num_rows: int, bands: np.nda
     """Return the numbers of the chunks that contain bands of rows."""
     first = bands * band_rows
     return checks.of_rows(first, np.minimum(first + band_rows, num_rows) - first)
-
-
-def _divided_evenly(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
-    """Return the shape of blocks of about `BOX_BLOCK_BYTES` that have all of the last axes."""
-    block, left = list(shape), max(1, BOX_BLOCK_BYTES // item_bytes)
-    for axis in reversed(range(len(shape))):
-        block[axis] = min(shape[axis], max(1, left))
-        left //= max(1, block[axis])
-    return tuple(block)
