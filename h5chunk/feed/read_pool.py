@@ -159,7 +159,7 @@ class ReadPool:
         timeout_s: float | None = TIMEOUT_S,
     ) -> None:
         self._reader, self._numbered = reader, numbered or {}
-        self._fields = {name: getattr(field, "frames", field) for name, field in fields.items()}
+        self._fields = {name: field.rows_field for name, field in fields.items()}
         self.path, self.timeout_s = reader.path, timeout_s
         self.epoch, self.tasks_done = 0, 0  # epoch of the next windows to read; tasks that Python threads have done
         self.is_local = not reader.is_remote  # whether all data is on this machine

@@ -373,7 +373,7 @@ class _OpenFields:
         self._lock, self._num_reading, self._is_closed = threading.Lock(), 0, False
         check = reader.check_unchanged
         stored = {name: reader.source_of(name).fields[name] for name in self.fields}
-        rows = {name: getattr(field, "frames", field) for name, field in self.fields.items()}
+        rows = {name: field.rows_field for name, field in self.fields.items()}
         self.whole = read_small_fields(rows, stored, self.files, check, SMALL_FIELD_BYTES)
         for field in self.fields.values():
             field.cache.limit_bytes = max(field.cache.limit_bytes, self._kept_bytes(cache))

@@ -1,4 +1,4 @@
-"""Where samples are stored: the boxes of arrays that a sample of each kind consists of.
+"""The kinds of samples. A sample consists of one or several boxes of arrays, which its kind determines.
 
 | kind | arrays | a sample |
 | --- | --- | --- |
@@ -102,6 +102,11 @@ class FieldReader:
     def reads_rows(self) -> bool:
         """Whether the tasks do not depend on the samples, apart from tables of their rows and destinations."""
         return False
+
+    @property
+    def rows_field(self) -> FieldReader:
+        """The field to whose samples `rows_of` refers: the frames of windows, or else this field."""
+        return self
 
     def rows_of(self, samples: np.ndarray) -> np.ndarray:
         """Return the indices, in the result of `read_all`, of the rows that make up each sample: (n, ...) int64."""
@@ -471,12 +476,28 @@ def pad(patch: np.ndarray, low: np.ndarray, shape: np.ndarray, padding: Any) -> 
         view[outside] = view[source - first]
 
 
-class MappedRows(FieldReader):
+class DerivedRows(FieldReader):
+    """Samples that are made of those of another field, whose blocks are read."""
+
+    def __init__(self, name: str, field: FieldReader) -> None:
+        super().__init__(name, (), field.cache)
+        self._field, self.readers = field, field.readers
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._field.kept_bytes
+
+    @property
+    def thread_bytes(self) -> int:
+        return self._field.thread_bytes
+
+
+class MappedRows(DerivedRows):
     """Samples that are other samples of a field. ``rows``, (n,) int64, has their numbers in ``field``."""
 
     def __init__(self, name: str, field: FieldReader, rows: np.ndarray) -> None:
-        super().__init__(name, (), field.cache)
-        self.readers, self._field, self._rows = field.readers, field, rows
+        super().__init__(name, field)
+        self._rows = rows
         self.row_bytes, self.num_bytes = field.row_bytes, field.num_bytes
         self.num_rows = len(rows)
         if self.row_bytes < FieldReader.row_bytes:
@@ -506,21 +527,21 @@ class MappedRows(FieldReader):
     def kept_bytes(self) -> int:
         """The size in bytes of the decoded blocks that should be kept: all of them, if they have another order."""
         if self._is_ascending or self.is_raw:
-            return self._field.kept_bytes
-        return max(self._field.kept_bytes, min(CACHE_BYTES, self._field.num_bytes))
-
-    @property
-    def thread_bytes(self) -> int:
-        return self._field.thread_bytes
+            return super().kept_bytes
+        return max(super().kept_bytes, min(CACHE_BYTES, self._field.num_bytes))
 
 
-class WindowRows(FieldReader):
+class WindowRows(DerivedRows):
     """Samples that are several rows of another field, the frames. ``reader`` is the `WindowReader`."""
 
     def __init__(self, name: str, reader: Any, frames: FieldReader) -> None:
-        super().__init__(name, (), frames.cache)
-        self.readers, self._reader, self.frames = frames.readers, reader, frames
+        super().__init__(name, frames)
+        self._reader = reader
         self.row_bytes, self.num_bytes = frames.row_bytes, frames.num_bytes
+
+    @property
+    def rows_field(self) -> FieldReader:
+        return self._field
 
     def rows_of(self, samples: np.ndarray) -> np.ndarray:
         rows: np.ndarray = self._reader.rows_of(self.name, samples)
@@ -532,28 +553,20 @@ class WindowRows(FieldReader):
         places = destinations[:, None] * frames.shape[1] + np.arange(frames.shape[1])
         order = np.argsort(frames, axis=None, kind="stable")
         target = out.reshape(len(out) * frames.shape[1], self.row_bytes)
-        return self.frames.tasks(frames.ravel()[order], places.ravel()[order], target)
+        return self._field.tasks(frames.ravel()[order], places.ravel()[order], target)
 
     def read_all(self, files: OpenFiles) -> np.ndarray:
-        return self.frames.read_all(files)
+        return self._field.read_all(files)
 
     def bytes_read(self, rows: np.ndarray) -> int:
-        return self.frames.bytes_read(np.unique(self.rows_of(rows)))
+        return self._field.bytes_read(np.unique(self.rows_of(rows)))
 
     def block_rows(self, file: int) -> Iterator[BlockRows]:
-        for offsets, sizes, starts, stops in self.frames.block_rows(file):
+        for offsets, sizes, starts, stops in self._field.block_rows(file):
             yield BlockRows(offsets, sizes, *self._reader.samples_with(self.name, starts, stops))
 
-    @property
-    def kept_bytes(self) -> int:
-        return self.frames.kept_bytes
 
-    @property
-    def thread_bytes(self) -> int:
-        return self.frames.thread_bytes
-
-
-class EncodedRows(FieldReader):
+class EncodedRows(DerivedRows):
     """Samples that are encoded images, which are decoded once per call of `tasks`, even if a sample is repeated.
 
     ``stored`` reads the encoded images, whose lengths in bytes are ``sizes``, (n,) int64. ``field`` describes the
@@ -563,8 +576,8 @@ class EncodedRows(FieldReader):
     def __init__(
         self, stored: FieldReader, sizes: np.ndarray, field: Any, texts: Sequence[str], starts: np.ndarray
     ) -> None:
-        super().__init__(stored.name, (), stored.cache)
-        self.readers, self._stored, self._sizes, self._field = stored.readers, stored, sizes, field
+        super().__init__(stored.name, stored)
+        self._sizes, self._described = sizes, field
         self._texts, self._starts = texts, starts
         self.row_bytes = math.prod(field.sample_shape) * field.dtype.itemsize
         self.num_bytes, self.num_rows = len(sizes) * self.row_bytes, len(sizes)
@@ -588,7 +601,7 @@ class EncodedRows(FieldReader):
         ends = np.cumsum(sizes)
         data = np.empty(int(ends[-1]), np.uint8)
         memory = CsrBuffers(np.append(0, ends), data, None)
-        tasks = list(self._stored.tasks(distinct, np.arange(len(distinct)), memory))
+        tasks = list(self._field.tasks(distinct, np.arange(len(distinct)), memory))
         bounds = np.stack([ends - sizes, ends], axis=1)
         targets = places[is_first], places[~is_first], places[is_first][np.cumsum(is_first) - 1][~is_first]
         return EndedTask(Tasks(tasks), partial(self._decode, distinct, data, bounds, targets, out))
@@ -605,14 +618,14 @@ class EncodedRows(FieldReader):
     ) -> None:
         read(files)
         distinct, repeated, sources = targets
-        problem = self._field.decoder.decode(data, bounds, self._field.sample_shape, out, distinct)
+        problem = self._described.decoder.decode(data, bounds, self._described.sample_shape, out, distinct)
         if problem is not None:
             raise self._error(rows[problem[0]], problem[1])
         out[repeated] = out[sources]
 
     def _check_sizes(self, rows: np.ndarray, sizes: np.ndarray) -> None:
         wrong = (sizes == 0) | (sizes > self.row_bytes + SLACK_BYTES)
-        if self._stored.row_bytes == 1 << 62 and wrong.any():
+        if self._field.row_bytes == 1 << 62 and wrong.any():
             size = sizes[wrong][0]
             raise self._error(rows[wrong][0], f"has {size} bytes, so it is damaged or was never written")
 
@@ -624,15 +637,11 @@ class EncodedRows(FieldReader):
         return len(rows) * self.row_bytes
 
     def block_rows(self, file: int) -> Iterator[BlockRows]:
-        return self._stored.block_rows(file)
-
-    @property
-    def kept_bytes(self) -> int:
-        return self._stored.kept_bytes
+        return self._field.block_rows(file)
 
     @property
     def thread_bytes(self) -> int:
-        return self._stored.thread_bytes + TASK_BYTES + int(self._sizes.max(initial=0))
+        return super().thread_bytes + TASK_BYTES + int(self._sizes.max(initial=0))
 
 
 class Tasks:
