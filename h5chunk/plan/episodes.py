@@ -1,4 +1,4 @@
-"""Where episodes begin and end among rows, and which time steps can be the current one of a window."""
+"""Find the rows at which episodes begin and end, and the time steps whose window is inside their episode."""
 
 from __future__ import annotations
 

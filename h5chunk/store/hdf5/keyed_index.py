@@ -51,7 +51,7 @@ ARRAYS = {"shapes": "<i8", "kinds": "<i4", "first": "<i8", "offsets": "<i8", "si
 
 
 class Wanted(NamedTuple):
-    """What to list in each file.
+    """The fields and attributes of samples that an index lists, and how: what `list_samples` looks for in a file.
 
     ``patterns`` has the path of each field by name, with a ``*`` for each part of a sample's key. Without ``*``, each
     file is a sample. ``attributes`` has the value of samples that lack an attribute, or None, by name.

@@ -23,8 +23,9 @@ RANGE, LIMITS, UNSIGNED = "valid_range", ("valid_min", "valid_max"), "_Unsigned"
 
 @dataclass(frozen=True)
 class Packing:
-    """How to convert stored numbers, of the dtype ``stored``, to values of ``dtype``. All dtypes are native.
+    """The conversion of a dataset's stored numbers to values, which the attributes of the dataset define.
 
+    Stored numbers have the dtype ``stored``, and values have ``dtype``. All dtypes are in native byte order.
     ``numbers`` is the dtype of the stored bits, which differs from ``stored`` if these are those of unsigned integers.
     Numbers in ``missing``, below ``low`` and above ``high`` stand for missing values.
     """

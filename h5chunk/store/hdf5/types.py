@@ -38,7 +38,7 @@ MAX_LEVELS = 8  # limit on the nesting of types, which a damaged file may exceed
 
 @dataclass(frozen=True)
 class Element:
-    """How one element of a dataset, or a member of it, is stored, and what it becomes in memory.
+    """The type of a dataset's elements, or of a member of them, in the file and in memory.
 
     Attributes
     ----------

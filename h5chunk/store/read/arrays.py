@@ -124,7 +124,7 @@ def divided(shape: Sequence[int], item_bytes: int, limit: int = BOX_BLOCK_BYTES)
 
 
 class Origin:
-    """Where some blocks come from, for error messages and checksums: a dataset, or several datasets of one file.
+    """A dataset that blocks belong to, or several datasets of one file: their names for messages, and their checksums.
 
     ``name`` returns a text that names the chunk with this number, and ``offsets``, (n,) int64, is where each chunk
     begins in the file, if that is known. ``chunks`` returns the numbers of the chunks that contain blocks with these

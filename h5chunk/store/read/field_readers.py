@@ -35,12 +35,12 @@ NOTABLE = 1.01  # read amplification above this is reported
 
 @dataclass
 class Opening:
-    """How fields are opened: what they share, the way to read them, and why some of them need HDF5."""
+    """What the fields of a data set share while they are opened for reading."""
 
-    cache: BlockCache
-    way: str = AUTO
+    cache: BlockCache  # of decoded blocks
+    way: str = AUTO  # the reader: `AUTO`, `DIRECT` or `H5PY`
     first_file: int = 0  # the number of a source's first file in the data set
-    why: dict[str, str] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)  # the reason for each field that HDF5 must read, filled here
 
     def arrays(
         self,
@@ -74,7 +74,7 @@ class Opening:
                 reason = str(error)
             else:
                 num_bytes = item.size * element.num_bytes
-                is_small = num_bytes <= WHOLE_BYTES and num_bytes <= WHOLE_ROW_BYTES * len(item)
+                is_small = _is_small(num_bytes // len(item), num_bytes)
                 if self.way == DIRECT or is_small or not has_tiny_chunks(arrays):
                     return arrays
                 reason = TINY
@@ -177,7 +177,11 @@ def read_into(source: Source, name: str, rows: np.ndarray, out: np.ndarray | Csr
 
 def is_small_field(field: FieldReader) -> bool:
     """Return whether a field is small enough to be read once and kept in memory."""
-    return field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
+    return _is_small(field.row_bytes, field.num_bytes)
+
+
+def _is_small(row_bytes: int, num_bytes: int) -> bool:
+    return row_bytes <= WHOLE_ROW_BYTES and num_bytes <= WHOLE_BYTES
 
 
 def read_small_fields(

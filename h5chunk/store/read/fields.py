@@ -104,7 +104,7 @@ class Field:
 
     @property
     def more_facts(self) -> tuple[str | int, ...]:
-        """What distinguishes the field from others of the same dataset, for fingerprints."""
+        """The member and the axis of the dataset, for the fingerprint: other fields may read the same dataset."""
         return (*self.member, self.sample_axis) if self.sample_axis else self.member
 
     @property
