@@ -29,7 +29,7 @@ from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.ragged import SeriesField
 from h5chunk.store.read.samples import Elements, Part, Rows
-from h5chunk.store.read.source import Computed, Source, SourceFile
+from h5chunk.store.read.source import Computed, Source, SourceFile, check_stamp
 from h5chunk.store.read.stored import InMemory, codec_of
 from h5chunk.store.read.through_hdf5 import Hdf5Files
 
@@ -130,21 +130,13 @@ class KeyedReader(Source):
         if not self.are_samples:
             super().check_unchanged(descriptor)
 
-    def _check(self, number: int, stamp: tuple[int, ...]) -> None:
-        if stamp != self._stamps[number]:
-            raise FileError(
-                f"{printable(self._files[number])}: the file was replaced or changed since it was first opened: open "
-                "the data set again"
-            )
-
     @property
     def file_list(self) -> list[SourceFile]:
         return [SourceFile(path, self, number) for number, path in enumerate(self._files)]
 
     def check_file(self, number: int, descriptor: int | None = None) -> None:
-        path = self._files[number]
         if self.are_samples:
-            self._check(number, stamp_of(path if descriptor is None else descriptor))
+            check_stamp(self._files[number], self._stamps[number], descriptor)
         else:
             self.check_unchanged(descriptor)
 

@@ -327,15 +327,18 @@ class Source:
             for reader in self._readers if descriptor is None else ():
                 reader.check_unchanged()
             return
-        stamp = stamp_of(self.path if descriptor is None else descriptor)
-        if not stamp:
-            raise FileError(f"{printable(self.path)}: the file was removed since it was first opened: put it back")
-        if stamp != self.stamp:
-            raise FileError(
-                f"{printable(self.path)}: the file was replaced or changed since it was first opened: open it again"
-            )
+        check_stamp(self.path, self.stamp, descriptor)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_indptrs": {}, "_image_sizes": {}, "_readers": tuple(copy(reader) for reader in self._readers)}
         # unpickling the mirrors makes the local copies known to another process
         return {**self.__dict__, "mirrors": self.mirrors, **own}
+
+
+def check_stamp(path: Path, first: tuple[int, ...], descriptor: int | None = None) -> None:
+    """Raise FileError if a file, or the open file, no longer has the stamp ``first``."""
+    stamp = stamp_of(path if descriptor is None else descriptor)
+    if not stamp:
+        raise FileError(f"{printable(path)}: the file was removed since it was first opened: put it back")
+    if stamp != first:
+        raise FileError(f"{printable(path)}: the file was replaced or changed since it was first opened: open it again")
