@@ -145,6 +145,13 @@ enum { MAX_AXES = 32, AHEAD_RUNS = 8, AHEAD_OF_RUN = 512 };
         memcpy(to + j * to_steps[1], &item, sizeof item);                                                              \
     }
 
+/* Copy `*lengths` runs of a constant length, which takes half of the time of calls of memcpy. */
+#define COPY_RUNS(bytes)                                                                                               \
+    {                                                                                                                  \
+        for (int64_t i = 0; i < *lengths; i++, from += *from_steps, to += *to_steps) memcpy(to, from, bytes);          \
+        return;                                                                                                        \
+    }
+
 /* Copy `lengths[0]` * ... * `lengths[axes - 1]` runs. The steps of both arrays are in bytes. */
 static void copy_runs(const uint8_t *from, const int64_t *from_steps, uint8_t *to, const int64_t *to_steps,
                       const int64_t *lengths, int64_t axes, size_t run) {
@@ -161,6 +168,9 @@ static void copy_runs(const uint8_t *from, const int64_t *from_steps, uint8_t *t
         }
         return;
     }
+    if (axes == 1 && run == 8) COPY_RUNS(8)
+    if (axes == 1 && run == 16) COPY_RUNS(16)
+    if (axes == 1 && run == 32) COPY_RUNS(32)
     for (int64_t i = 0; i < *lengths; i++, from += *from_steps, to += *to_steps) {
         if (axes > 1) {
             copy_runs(from, from_steps + 1, to, to_steps + 1, lengths + 1, axes - 1, run);
@@ -192,9 +202,11 @@ EXPORT void h5chunk_copy_boxes(const uint8_t *from, const int64_t *from_shape, i
             source += first[axis] * from_steps[axis];
             target += place[axis] * to_steps[axis];
         }
-        int64_t outer = axes;
+        int64_t outer = axes, skipped = 0;
         int64_t run = item_bytes;
         while (outer && run == from_steps[outer - 1] && run == to_steps[outer - 1]) run *= lengths[--outer];
-        copy_runs(source, from_steps, target, to_steps, lengths, outer, (size_t)run);
+        while (skipped < outer && lengths[skipped] == 1) skipped++;
+        copy_runs(source, from_steps + skipped, target, to_steps + skipped, lengths + skipped, outer - skipped,
+                  (size_t)run);
     }
 }

@@ -55,15 +55,18 @@ class Boxes(NamedTuple):
     place: np.ndarray | int  # (n, axes) int64; 0 is the first index along all axes
 
 
-class Parts(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Parts:
     """The parts of boxes in each block.
 
     A row of ``table``, (n, 1 + 3 * axes) int64, has the index of the element and, along each axis, the first index in
-    the block, the first index in the element, and the length.
+    the block, the first index in the element, and the length. If ``are_equal``, all parts of a block have the same
+    lengths.
     """
 
     block: np.ndarray
     table: np.ndarray
+    are_equal: bool = False
 
     def grouped(self) -> Parts:
         """Return the parts with those of a block next to each other.
@@ -79,7 +82,7 @@ class Parts(NamedTuple):
         rank[np.argsort(first)] = np.arange(len(first))
         return self.some(np.argsort(rank[number], kind="stable"))
 
-    @property
+    @cached_property
     def firsts(self) -> np.ndarray:
         """The index of the first part of each run of parts of one block."""
         return np.flatnonzero(np.diff(self.block, prepend=-1))
@@ -87,12 +90,19 @@ class Parts(NamedTuple):
     @property
     def sizes(self) -> np.ndarray:
         """The number of items of each part: (n,) int64."""
-        sizes: np.ndarray = self.table[:, -(self.table.shape[1] // 3) :].prod(axis=1)
-        return sizes
+        return self.by_lengths(lambda parts: parts.table[:, -(self.table.shape[1] // 3) :].prod(axis=1))
+
+    def by_lengths(self, compute: Callable[[Parts], np.ndarray]) -> np.ndarray:
+        """Return what a function computes for each part, (n,), from its block and its lengths only."""
+        if not self.are_equal:
+            return compute(self)
+        firsts = self.firsts
+        one = Parts(self.block[firsts], self.table[firsts])
+        return np.repeat(compute(one), np.diff(firsts, append=len(self.block)))
 
     def some(self, which: Any) -> Parts:
         """Return some of the parts."""
-        return Parts(self.block[which], self.table[which])
+        return Parts(self.block[which], self.table[which], self.are_equal)
 
 
 def dataset_text(path: Path, name: str, dataset: str) -> str:
@@ -293,12 +303,47 @@ class Arrays:
         return np.searchsorted(self.first, block, "right") - 1
 
     def cut_rows(self, array: np.ndarray, row: np.ndarray, element: np.ndarray) -> Parts:
-        """Do the same as `cut`, in less time, for boxes of one item each, if the arrays have one axis."""
+        """Do the same as `cut`, in less time, for boxes that are one index of the first axis, and all of the others.
+
+        If there are several axes, the parts of a block are next to each other.
+        """
         block = self.block[array, 0] if len(self) > 1 else self.block[0, 0]
-        number = row // block
-        table = np.zeros((len(row), 4), np.int64)
-        table[:, 0], table[:, 1], table[:, 3] = element, row - number * block, 1
-        return Parts(self.first[array] + number, table)
+        band = row // block
+        if self.num_axes == 1:
+            table = np.zeros((len(row), 4), np.int64)
+            table[:, 0], table[:, 1], table[:, 3] = element, row - band * block, 1
+            return Parts(self.first[array] + band, table)
+        # rows of a band are in the same blocks: put them next to each other, the bands in the order of their first rows
+        number = self.first[array] + band * self._steps[array, 0]  # the first block of the band
+        _, first, which = np.unique(number, return_index=True, return_inverse=True)
+        order = np.argsort(first[which], kind="stable")
+        begins = np.flatnonzero(np.diff(number[order], prepend=-1))
+        counts = np.diff(begins, append=len(row)) * self._steps[array[order[begins]], 0]
+        ends = np.cumsum(counts)
+        numbers, table = np.empty(ends[-1], np.int64), np.empty((ends[-1], 1 + 3 * self.num_axes), np.int64)
+        for begin, own_count, end in zip(begins.tolist(), counts.tolist(), ends.tolist(), strict=True):
+            cells = self._cells(int(array[order[begin]]))
+            own = order[begin : begin + own_count // len(cells)]
+            parts = table[end - own_count : end].reshape(len(cells), len(own), -1)
+            parts[:, :, 0], parts[:, :, 1:] = element[own], cells[:, None]
+            parts[:, :, 1] = row[own] % self.block[array[own[0]], 0]
+            numbers[end - own_count : end] = np.repeat(number[own[0]] + np.arange(len(cells)), len(own))
+        return Parts(numbers, table, are_equal=True)
+
+    def _cells(self, array: int) -> np.ndarray:
+        """Return the columns of `Parts.table`, without the first, for one row of an array: (n, 3 * axes) int64."""
+        if array not in self._cells_of:
+            block, shape = self.block[array].copy(), self.shape[array].copy()
+            block[0] = shape[0] = 1
+            grid = -(-shape // block)
+            place = np.stack(np.unravel_index(np.arange(grid.prod()), tuple(grid)), axis=1) * block
+            lengths = np.minimum(place + block, shape) - place
+            self._cells_of[array] = np.concatenate([np.zeros_like(place), place, lengths], axis=1)
+        return self._cells_of[array]
+
+    @cached_property
+    def _cells_of(self) -> dict[int, np.ndarray]:
+        return {}
 
     def cut(self, boxes: Boxes) -> Parts:
         """Divide boxes into the parts that are in each block."""

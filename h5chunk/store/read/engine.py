@@ -178,8 +178,7 @@ class BoxReader:
             return
         tasks: list[ReadTask] = []
         if self.arrays.has_raw:
-            array = self.arrays.array_of(parts.block)
-            runs = (self.arrays.codec[array] == RAW) & self._are_runs(parts, array, out)
+            runs = parts.by_lengths(lambda parts: self._are_runs(parts, out))
             if runs.any():
                 tasks += self._raw_runs(parts.some(runs), out)
                 parts = parts.some(~runs)
@@ -187,19 +186,19 @@ class BoxReader:
             tasks += self._block_tasks(parts.grouped(), out, keeps)
         yield from tasks if at_end is None else _with_end(tasks, at_end)
 
-    def _are_runs(self, parts: Parts, array: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Return which parts are one run of bytes in a raw block and in the output.
+    def _are_runs(self, parts: Parts, out: np.ndarray) -> np.ndarray:
+        """Return which parts are one run of bytes in a raw block and in the output: (n,) bool.
 
         In such a part, all axes after one axis are complete, and all axes before it have the length 1.
         """
-        axes = self.arrays.num_axes
+        axes, array = self.arrays.num_axes, self.arrays.array_of(parts.block)
         length = parts.table[:, 1 + 2 * axes :]
         is_whole = (length == self.arrays.block[array]) & (length == np.array(out.shape[1:]))
         runs, are_whole = np.zeros(len(length), bool), np.ones(len(length), bool)
         for axis in reversed(range(axes)):
             runs |= are_whole & (length[:, :axis] == 1).all(axis=1)
             are_whole &= is_whole[:, axis]
-        return runs
+        return runs & (self.arrays.codec[array] == RAW)
 
     def _raw_runs(self, parts: Parts, out: np.ndarray) -> Iterator[ReadTask]:
         arrays, axes, item = self.arrays, self.arrays.num_axes, self.arrays.item_bytes

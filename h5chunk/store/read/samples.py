@@ -243,7 +243,7 @@ class Rows(FieldReader):
         if is_raw:
             return _together(reader.rows(*self._places(rows), destinations, out))
         target = items_of(out.reshape(-1), item, (len(out), *self._sample))
-        if self._arrays.num_axes == 1:
+        if not self.axis:
             return _together(reader.parts(self._arrays.cut_rows(*self._places(rows), destinations), target))
         return _together(reader.boxes(self.boxes(rows, destinations, None), target))
 

@@ -118,8 +118,9 @@ class ThroughHdf5(FillCodec):
         ends = zip(start, self._block, self._shape, strict=True)
         count = tuple(min(step, size - first) for first, step, size in ends)
         is_direct = self._is_plain and count == self._block  # HDF5 reads into the block itself
-        raw = out.view(self._stored).reshape(count) if is_direct else np.empty(count, self._stored)
-        raw.fill(b"")  # HDF5 leaves memory unchanged without a fill value
+        if is_direct:
+            out.fill(0)  # HDF5 leaves memory unchanged without a fill value
+        raw = out.view(self._stored).reshape(count) if is_direct else np.zeros(count, self._stored)
         with self._files.lock:
             try:
                 dataset, space, kind = self._files.dataset(self._path, self._check, self._name, self._open)
