@@ -242,7 +242,7 @@ def test_what_hdf5_cannot_read_is_an_error_that_names_it(tmp_path):
     path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {}))
     damage(path, 5, "images")
     loader = ChunkLoader(path, 10, shuffle=False, reader="h5py")
-    with pytest.raises(FileError, match=r"a\.h5: field 'images' cannot be read: .*(filter|Fletcher32)"):
+    with pytest.raises(FileError, match=r"a\.h5: field 'images', chunk 5 cannot be read: .*(filter|Fletcher32)"):
         list(loader)
     loader.close()
 
