@@ -42,6 +42,19 @@ class Blocks(NamedTuple):
         return cls(np.full(len(table), file, np.int32), table.offsets, table.sizes, table.filter_masks)
 
 
+class Block(NamedTuple):
+    """A stored block, in Python numbers."""
+
+    number: int
+    array: int
+    codec: int  # `RAW`, or 1 + an index of the codecs
+    num_bytes: int  # decoded
+    file: int
+    offset: int
+    size: int
+    mask: int
+
+
 class Boxes(NamedTuple):
     """Boxes of arrays: ``low`` to ``high`` of an array go to an element of the output, from the index ``place`` on.
 
@@ -301,6 +314,12 @@ class Arrays:
         if len(self) == 1:
             return np.zeros(len(block), np.int64)
         return np.searchsorted(self.first, block, "right") - 1
+
+    def listed(self, blocks: np.ndarray) -> list[Block]:
+        """Return all that is known about some blocks, (n,) int64."""
+        array = self.array_of(blocks)
+        about = blocks, array, self.codec[array], self.block_bytes[array], *(each[blocks] for each in self.blocks)
+        return [*map(Block._make, zip(*(column.tolist() for column in about), strict=True))]
 
     def cut_rows(self, array: np.ndarray, row: np.ndarray, element: np.ndarray) -> Parts:
         """Do the same as `cut`, in less time, for boxes that are one index of the first axis, and all of the others.

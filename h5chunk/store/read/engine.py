@@ -24,6 +24,7 @@ from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.ranges import (
     MAX_VECTORS,
     PART_BYTES,
+    OneFile,
     Ranges,
     ReadTask,
     VectorTask,
@@ -33,7 +34,7 @@ from h5chunk.store.hdf5.ranges import (
     vector_tasks,
     vectors_of,
 )
-from h5chunk.store.read.arrays import RAW, SMALL_BYTES, Arrays, Boxes, Parts
+from h5chunk.store.read.arrays import RAW, SMALL_BYTES, Arrays, Block, Boxes, Parts
 from h5chunk.store.read.open_files import OpenFiles
 from h5chunk.store.read.through_hdf5 import Hdf5Files
 
@@ -243,37 +244,34 @@ class BoxReader:
 
     # --- coded blocks --------------------------------------------------------------------------------------------
 
-    def block(self, files: OpenFiles, block: int, array: int, *, is_whole: bool) -> np.ndarray:
+    def block(self, files: OpenFiles, block: Block, *, is_whole: bool) -> np.ndarray:
         """Read and decode a block of an array: (n,) uint8, valid until this thread's next call.
 
         ``is_whole`` means that all of the block is used now. Otherwise, the decoded block is kept.
         """
-        num_bytes = int(self.arrays.block_bytes[array])
-        if is_whole or (self.arrays.codec[array] == RAW and num_bytes > SMALL_BYTES):
-            values = scratch(self.cache.local, "decoded", num_bytes)
-            self.decode(files, block, array, values)
+        if is_whole or (block.codec == RAW and block.num_bytes > SMALL_BYTES):
+            values = scratch(self.cache.local, "decoded", block.num_bytes)
+            self.decode(files, block, values)
             return values
-        return self.cache.get((id(self), block), num_bytes, lambda values: self.decode(files, block, array, values))
+        key = id(self), block.number
+        return self.cache.get(key, block.num_bytes, lambda values: self.decode(files, block, values))
 
-    def decode(self, files: Any, block: int, array: int, values: np.ndarray) -> None:
+    def decode(self, files: OpenFiles | OneFile, block: Block, values: np.ndarray) -> None:
         """Read and decode a block of an array into ``values``, (n,) uint8. Raises FileError if it is damaged."""
-        arrays = self.arrays
-        kind = int(arrays.codec[array])
-        codec = None if kind == RAW else arrays.codecs[kind - 1]
-        origin, number = arrays.origin_of(block)
-        offset, size = int(arrays.blocks.offset[block]), int(arrays.blocks.size[block])
-        file = int(arrays.blocks.file[block])
-        if offset < 0:
+        codec = None if block.codec == RAW else self.arrays.codecs[block.codec - 1]
+        origin, number = self.arrays.origin_of(block.number)
+        if block.offset < 0:
             assert codec is not None
             if origin.checks is not None:
-                with files.opened(file) as descriptor:
+                with files.opened(block.file) as descriptor:
                     origin.checks.check(descriptor, origin.chunks(np.array([number])))
             codec.fill(number, values)
             return
+        size = block.size
         stored = values[:size] if codec is None else scratch(self.cache.local, "stored", size)
         where = partial(origin.block, number)
-        with files.opened(file) as descriptor:
-            read_bytes(descriptor, offset, stored.data, lambda _: where())
+        with files.opened(block.file) as descriptor:
+            read_bytes(descriptor, block.offset, stored.data, lambda _: where())
             if origin.checks is not None:
                 chunk = int(origin.chunks(np.array([number]))[0])
                 if size == origin.checks.table.sizes[chunk]:
@@ -281,7 +279,7 @@ class BoxReader:
                 else:  # the block is a part of the chunk
                     origin.checks.check(descriptor, np.array([chunk]))
         if codec is not None:
-            codec.decode(stored, int(arrays.blocks.mask[block]), values, where)
+            codec.decode(stored, block.mask, values, where)
 
 
 class BlockTask:
@@ -300,31 +298,34 @@ class BlockTask:
             yield file, (blocks.offset[numbers[own]], blocks.size[numbers[own]])
 
     def __call__(self, files: OpenFiles) -> None:
-        arrays, table, firsts = self._reader.arrays, self._parts.table, self._parts.firsts
-        blocks = self._parts.block[firsts]
-        array, copies = arrays.array_of(blocks), PartCopies(table, self._out)
+        reader, table, firsts, out = self._reader, self._parts.table, self._parts.firsts, self._out
+        blocks = reader.arrays.listed(self._parts.block[firsts])
+        copies, targets = PartCopies(table, out), self._targets().tolist()
         ends = pairwise([*firsts.tolist(), len(table)])
-        raw_bytes = np.where(arrays.codec[array] == RAW, arrays.block_bytes[array], 0)
-        about = blocks.tolist(), array.tolist(), raw_bytes.tolist(), self._is_whole.tolist()
-        for (first, end), block, number, num_bytes, is_whole in zip(ends, *about, strict=True):
-            if num_bytes > min(SLAB_BYTES, (end - first) * SMALL_BYTES):
-                RawBlock(self._reader, block, number).read(files, table[first:end], self._out)
-            elif is_whole and (target := self._target(table[first:end], number)) is not None:
-                self._reader.decode(files, block, number, target)
+        for (first, end), block, is_whole, length in zip(ends, blocks, self._is_whole.tolist(), targets, strict=True):
+            if block.codec == RAW and block.num_bytes > min(SLAB_BYTES, (end - first) * SMALL_BYTES):
+                RawBlock(reader, block).read(files, table[first:end], out)
+            elif is_whole and length:
+                place = int(table[first, 1 + len(out.shape[1:])])
+                target = out[table[first, 0], place : place + length]
+                reader.decode(files, block, target.reshape(-1).view(np.uint8))
             else:
-                values = self._reader.block(files, block, number, is_whole=is_whole)
-                copies.copy(values, arrays.block[number], first, end)
-        for file in set(arrays.blocks.file[blocks].tolist()):
+                values = reader.block(files, block, is_whole=is_whole)
+                copies.copy(values, reader.arrays.block[block.array], first, end)
+        for file in {block.file for block in blocks}:
             files.check(file)
 
-    def _target(self, table: np.ndarray, array: int) -> np.ndarray | None:
-        """Return the memory of the only part of a block, (n,) uint8, if it is the whole block, and one run of bytes."""
-        shape, out = self._reader.arrays.block[array], self._out
-        element, *row = table[0].tolist()
-        first, length = row[len(shape)], row[2 * len(shape) :]
-        if len(table) > 1 or length != shape.tolist() or length[1:] != list(out.shape[2:]):
-            return None
-        return out[element, first : first + length[0]].reshape(-1).view(np.uint8)
+    def _targets(self) -> np.ndarray:
+        """Return the length along the first axis of blocks that are one run of bytes of the output, and others 0: (n,).
+
+        Such a block has a single part, which is the whole block, and all of the output's axes after the first.
+        """
+        parts, arrays, axes = self._parts, self._reader.arrays, self._reader.arrays.num_axes
+        length = parts.table[parts.firsts, 1 + 2 * axes :]
+        is_run = np.diff(parts.firsts, append=len(parts.block)) == 1
+        is_run &= (length == arrays.block[arrays.array_of(parts.block[parts.firsts])]).all(axis=1)
+        is_run &= (length[:, 1:] == np.array(self._out.shape[2:], np.int64)).all(axis=1)
+        return np.where(is_run, length[:, 0], 0)
 
 
 def items_of(values: np.ndarray, item_bytes: int, shape: Iterable[int]) -> np.ndarray:
@@ -335,12 +336,10 @@ def items_of(values: np.ndarray, item_bytes: int, shape: Iterable[int]) -> np.nd
 class RawBlock:
     """A block without filters, of which boxes are read by runs of bytes."""
 
-    def __init__(self, reader: BoxReader, block: int, array: int) -> None:
-        arrays = reader.arrays
-        self._reader, self._item = reader, arrays.item_bytes
-        self._shape, self._offset = arrays.block[array], int(arrays.blocks.offset[block])
-        self._file = int(arrays.blocks.file[block])
-        self._origin, self._number = arrays.origin_of(block)
+    def __init__(self, reader: BoxReader, block: Block) -> None:
+        self._reader, self._item = reader, reader.arrays.item_bytes
+        self._shape, self._offset, self._file = reader.arrays.block[block.array], block.offset, block.file
+        self._origin, self._number = reader.arrays.origin_of(block.number)
 
     def read(self, files: OpenFiles, table: np.ndarray, out: np.ndarray) -> None:
         """Read parts of the block. All are read in one slab if that is less work than reading them one by one."""

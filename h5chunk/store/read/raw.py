@@ -43,7 +43,8 @@ class RawValues:
 
     def decode(self, chunk: int, out: np.ndarray) -> None:
         """Read a whole chunk with a filter into ``out``, (n,) uint8. Raises FileError if it is damaged."""
-        self._reader.decode(self._files, chunk, 0, out)
+        (block,) = self.arrays.listed(np.array([chunk]))
+        self._reader.decode(self._files, block, out)
 
 
 def read_box(reader: BoxReader, files: OneFile, low: Sequence[int], high: Sequence[int], out: np.ndarray) -> None:
