@@ -137,13 +137,16 @@ EXPORT void h5chunk_entries(const Matrix *matrix, const int64_t *rows, int64_t c
 
 enum { MAX_AXES = 32, AHEAD_RUNS = 8, AHEAD_OF_RUN = 512 };
 
-/* Copy `lengths[1]` items of a type, at any addresses, which takes a third of the time of calls of memcpy. */
+/* Copy `slabs` * `rows` * `items` items of a type, at any addresses, which takes a fifth of the time of calls of memcpy.
+ * All numbers are local variables, because the compiler must assume that a write of bytes changes arrays of numbers. */
 #define COPY_ITEMS(type)                                                                                               \
-    for (int64_t j = 0; j < lengths[1]; j++) {                                                                         \
-        type item;                                                                                                     \
-        memcpy(&item, from + j * from_steps[1], sizeof item);                                                          \
-        memcpy(to + j * to_steps[1], &item, sizeof item);                                                              \
-    }
+    for (int64_t k = 0; k < slabs; k++, from += from_slab, to += to_slab)                                              \
+        for (int64_t i = 0; i < rows; i++)                                                                             \
+            _Pragma("GCC unroll 4") for (int64_t j = 0; j < items; j++) {                                              \
+                type item;                                                                                             \
+                memcpy(&item, from + i * from_row + j * from_item, sizeof item);                                       \
+                memcpy(to + i * to_row + j * to_item, &item, sizeof item);                                             \
+            }
 
 /* Copy `*lengths` runs of a constant length, which takes half of the time of calls of memcpy. */
 #define COPY_RUNS(bytes)                                                                                               \
@@ -159,13 +162,14 @@ static void copy_runs(const uint8_t *from, const int64_t *from_steps, uint8_t *t
         memcpy(to, from, run);
         return;
     }
-    if (axes == 2 && (run == 1 || run == 2 || run == 4 || run == 8)) {
-        for (int64_t i = 0; i < *lengths; i++, from += *from_steps, to += *to_steps) {
-            if (run == 1) COPY_ITEMS(uint8_t)
-            else if (run == 2) COPY_ITEMS(uint16_t)
-            else if (run == 4) COPY_ITEMS(uint32_t)
-            else COPY_ITEMS(uint64_t)
-        }
+    if ((axes == 2 || axes == 3) && (run == 1 || run == 2 || run == 4 || run == 8)) {
+        const int64_t slabs = axes == 3 ? lengths[0] : 1, from_slab = from_steps[0], to_slab = to_steps[0];
+        const int64_t rows = lengths[axes - 2], from_row = from_steps[axes - 2], to_row = to_steps[axes - 2];
+        const int64_t items = lengths[axes - 1], from_item = from_steps[axes - 1], to_item = to_steps[axes - 1];
+        if (run == 1) COPY_ITEMS(uint8_t)
+        else if (run == 2) COPY_ITEMS(uint16_t)
+        else if (run == 4) COPY_ITEMS(uint32_t)
+        else COPY_ITEMS(uint64_t)
         return;
     }
     if (axes == 1 && run == 8) COPY_RUNS(8)
