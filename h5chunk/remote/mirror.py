@@ -19,7 +19,7 @@ from h5chunk import errors
 from h5chunk.errors import FileError, OptionError, check_whole
 from h5chunk.paths import expanded
 from h5chunk.remote import client
-from h5chunk.remote.pages import IN_USE, OBJECT, PAGE, Locks, Pages, Runs
+from h5chunk.remote.pages import OBJECT, PAGE, Pages, Runs
 from h5chunk.stamp import keep_stamp
 from h5chunk.urls import local_copies, without_query
 
@@ -70,10 +70,10 @@ class Hold:
     """A lock that protects pages of a sparse copy from being freed until `close`."""
 
     def __init__(self, mirror: Mirror, runs: Runs) -> None:
-        self._mirror, self.runs = mirror, runs
-        self._locks, self._lock = Locks(mirror.pages.folder), threading.Lock()
-        self._locks.lock(IN_USE, runs, shared=True)
-        self.absent = mirror.pages.absent(runs)
+        self._pages, self._keeps, self.runs = mirror.pages, mirror.keeps, runs
+        self._lock = threading.Lock()
+        self._pages.hold(runs)
+        self.absent = self._pages.absent(runs)
         self._uses = 1 + bool(self.absent)  # one by the caller, and one by the fetch
         self.cancel: Callable[[], object] | None = None  # cancels the fetch
 
@@ -88,9 +88,7 @@ class Hold:
         if not is_over and self.cancel is not None:
             self.cancel()
         if is_over:
-            self._locks.close()
-            if frees and not self._mirror.keeps:
-                self._mirror.pages.free(self.runs)
+            self._pages.release(self.runs, frees=frees and not self._keeps)
 
     def drop(self) -> None:
         """Release the pages even if absent pages were not fetched."""
@@ -152,7 +150,8 @@ class Mirror:
             hold.close()
             then(FileError(reply["error"]) if reply["error"] else None)
 
-        number = connection.send({"op": "fetch", "folder": self._folder, "runs": hold.absent}, end)
+        message = {"op": "fetch", "folder": self._folder, "runs": hold.absent, "keeps": self.keeps}
+        number = connection.send(message, end)
         hold.cancel = lambda: connection.send({"op": "cancel", "fetch": number}, None)
         return hold
 

@@ -18,9 +18,10 @@ import mmap
 import os
 import re
 import struct
+import threading
 import zlib
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,37 +43,11 @@ FLOCK = struct.Struct("hhqqixxxx")  # struct flock
 Runs = list[tuple[int, int]]  # first page, and the page after the last one
 
 
-class Locks:
-    """Locks on runs of pages. All are released by `close`, or when the process exits."""
-
-    def __init__(self, folder: Path) -> None:
-        self._descriptor = os.open(folder / TABLE, os.O_RDWR | os.O_CLOEXEC)
-
-    def lock(self, start: int, runs: Iterable[tuple[int, int]], *, shared: bool) -> None:
-        """Lock runs of pages in the range that begins at ``start``, and wait until this is possible."""
-        kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
-        for first, stop in runs:
-            flock = FLOCK.pack(kind, os.SEEK_SET, start + first, stop - first, 0)
-            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLKW, flock)
-
-    def try_lock(self, first: int, stop: int) -> bool:
-        """Lock a run of pages exclusively in both ranges, or return False if a part of it is locked."""
-        try:
-            for start in (IN_USE, FETCHED):
-                flock = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start + first, stop - first, 0)
-                fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, flock)
-        except OSError:
-            return False
-        return True
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
 class Pages:
-    """An open local copy of a remote object. Pages that were not fetched are holes in the file."""
+    """An open local copy of a remote object. Pages that were not fetched are holes in the file.
+
+    A process counts its holds on each page, and has one lock on the pages that it holds, for other processes.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -88,6 +63,9 @@ class Pages:
         self.descriptor = os.open(folder / OBJECT, os.O_RDWR | os.O_CLOEXEC)
         self._table_file = os.open(folder / TABLE, os.O_RDWR | os.O_CLOEXEC)
         self._sums_file = os.open(folder / SUMS, os.O_RDWR | os.O_CLOEXEC)
+        self._held, self._holding = np.zeros(count, np.uint32), threading.Lock()
+        self._writing = threading.Lock()  # else threads would spin in the file system until the others have written
+        self._process = os.getpid()  # a fork shares the locks, and must leave them alone
         self._table = mmap.mmap(self._table_file, count, prot=mmap.PROT_READ)
         self._doubt_after_boot()
 
@@ -116,13 +94,21 @@ class Pages:
                 found += [(first + begin, first + end) for begin, end in spans]
         return found
 
-    def put(self, first: int, stop: int, data: Any) -> None:
-        """Write pages, and then mark those that were absent as present."""
-        write_at(self.descriptor, data, first * PAGE)
-        pages = (memoryview(data)[at : at + PAGE] for at in range(0, len(data), PAGE))
-        write_at(self._sums_file, np.fromiter(map(zlib.crc32, pages), SUM).tobytes(), first * SUM.itemsize)
+    def put(self, first: int, stop: int, data: Any, *, keeps: bool = True) -> None:
+        """Write pages, and then mark those that were absent as present.
+
+        Pages without checksums, because nobody ``keeps`` them, are absent after the next boot.
+        """
+        with self._writing:
+            write_at(self.descriptor, data, first * PAGE)
+        if keeps:
+            self._write_sums(first, data)
         for begin, end in self.absent([(first, stop)]):
             self._mark(begin, end, b"\1")
+
+    def _write_sums(self, first: int, data: Any) -> None:
+        pages = (memoryview(data)[at : at + PAGE] for at in range(0, len(data), PAGE))
+        write_at(self._sums_file, np.fromiter(map(zlib.crc32, pages), SUM).tobytes(), first * SUM.itemsize)
 
     def _mark(self, first: int, stop: int, state: bytes) -> None:
         """Set the state of a run of pages. The mmap is not used, because it would kill the process on a full disk."""
@@ -131,6 +117,7 @@ class Pages:
     def keep(self, runs: Iterable[tuple[int, int]]) -> None:
         """Mark pages so that `free` never frees them. They must be present and in use."""
         for first, stop in runs:
+            self._write_sums(first, os.pread(self.descriptor, (stop - first) * PAGE, first * PAGE))
             self._mark(first, stop, b"\2")
 
     def are_kept(self, first: int, stop: int) -> bool:
@@ -147,26 +134,71 @@ class Pages:
         """The number of pages, present or not."""
         return len(self._table)
 
+    def hold(self, runs: Runs) -> None:
+        """Protect pages from being freed until `release`, whether or not they are present."""
+        with self._holding:
+            for first, stop in runs:
+                self._lock(fcntl.F_RDLCK, IN_USE + first, stop - first)
+                self._held[first:stop] += 1
+
+    def release(self, runs: Runs, *, frees: bool) -> None:
+        """End a hold on pages and, if ``frees``, free those that nobody else needs."""
+        if os.getpid() != self._process:
+            return
+        with self._holding:
+            for first, stop in runs:
+                self._held[first:stop] -= 1
+            for first, stop in self._unheld(runs):
+                if frees:
+                    self._free(first, stop)
+                self._lock(fcntl.F_UNLCK, IN_USE + first, stop - first)
+
     def free(self, runs: Iterable[tuple[int, int]]) -> None:
         """Mark pages as absent and free their space, unless they are in use, being fetched or kept."""
-        for start, end in runs:
-            for match in FREEABLE.finditer(self._table[start:end]):
-                with suppress(FileNotFoundError):  # the user has deleted the cache
-                    self._free(start + match.start(), start + match.end())
+        with self._holding:
+            for first, stop in self._unheld(runs):
+                self._free(first, stop)
 
-    def _free(self, first: int, stop: int) -> None:
-        locks = Locks(self.folder)
-        try:
-            is_free = locks.try_lock(first, stop)
+    def _unheld(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Yield the parts of runs that this process does not hold."""
+        for first, stop in runs:
+            borders = first + np.flatnonzero(np.diff(self._held[first:stop] == 0, prepend=False, append=False))
+            yield from borders.reshape(-1, 2).tolist()
+
+    def _free(self, start: int, end: int) -> None:
+        for match in FREEABLE.finditer(self._table[start:end]):
+            first, stop = start + match.start(), start + match.end()
+            places = IN_USE + first, FETCHED + first
+            is_free = all(self._lock(fcntl.F_WRLCK, place, stop - first, waits=False) for place in places)
             if is_free:
                 self._mark(first, stop, b"\0")
                 punch(self.descriptor, first * PAGE, (stop - first) * PAGE)
+            for place in places:
+                self._lock(fcntl.F_UNLCK, place, stop - first)
+            if not is_free and stop - first > 1:  # other processes may use only some of the pages
+                middle = (first + stop) // 2
+                self._free(first, middle)
+                self._free(middle, stop)
+
+    @contextmanager
+    def fetching(self, first: int, stop: int) -> Iterator[None]:
+        """Protect pages that are being fetched in a context, after other processes have fetched them."""
+        self._lock(fcntl.F_WRLCK, FETCHED + first, stop - first)
+        try:
+            yield
         finally:
-            locks.close()
-        if not is_free and stop - first > 1:  # other processes may use only some of the pages
-            middle = (first + stop) // 2
-            self._free(first, middle)
-            self._free(middle, stop)
+            self._lock(fcntl.F_UNLCK, FETCHED + first, stop - first)
+
+    def _lock(self, kind: int, start: int, count: int, *, waits: bool = True) -> bool:
+        """Set a lock on bytes of the table, which ends with the process. Return False if another process has one."""
+        command = fcntl.F_OFD_SETLKW if waits else fcntl.F_OFD_SETLK
+        try:
+            fcntl.fcntl(self._table_file, command, FLOCK.pack(kind, os.SEEK_SET, start, count, 0))
+        except OSError:
+            if waits:
+                raise
+            return False
+        return True
 
     def present(self) -> bytes:
         """Return the state of each page as one byte: 0 is absent, 1 present, 2 present and kept, 3 doubted."""

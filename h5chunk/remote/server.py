@@ -30,7 +30,7 @@ from h5chunk.errors import FileError
 from h5chunk.remote.countdown import Countdown
 from h5chunk.remote.download import Download, run_all
 from h5chunk.remote.objects import HEAD_BYTES, LARGEST, RemoteError, Store, first_line
-from h5chunk.remote.pages import ABOUT, FETCHED, GAP_PAGES, PAGE, Locks, Pages, Runs, create, pages_of, write_at
+from h5chunk.remote.pages import ABOUT, GAP_PAGES, PAGE, Pages, Runs, create, pages_of, write_at
 from h5chunk.urls import parse, stable, without_query
 
 REQUEST_PAGES = LARGEST // PAGE  # maximum number of pages per request
@@ -41,8 +41,8 @@ Reply = Callable[[dict[str, Any]], None]
 class Request:
     """A range request for absent pages, and the functions to call when it ends."""
 
-    def __init__(self, first: int, stop: int) -> None:
-        self.first, self.stop = first, stop
+    def __init__(self, first: int, stop: int, keeps: bool) -> None:
+        self.first, self.stop, self.keeps = first, stop, keeps
         self.then: list[Callable[[str], None]] = []
         self.ends: list[threading.Event] = []  # one per user, set when the user no longer needs the pages
 
@@ -62,6 +62,7 @@ class Copy:
     def fetch(
         self,
         runs: Runs,
+        keeps: bool,
         end: threading.Event,
         note: Callable[[], None],
         then: Callable[[str], None],
@@ -78,7 +79,7 @@ class Copy:
                     request.then.append(count.add())
                     request.ends.append(end)
                     absent = _without(absent, request)
-            requests = [Request(first, stop) for first, stop in _joined(absent)]
+            requests = [Request(first, stop, keeps) for first, stop in _joined(absent)]
             for request in requests:
                 request.then += [lambda _: note(), count.add()]
                 request.ends.append(end)
@@ -102,14 +103,10 @@ class Copy:
     def _fetched(self, request: Request) -> str:
         """Fetch the pages of a request, and return the error, or an empty string."""
         try:
-            locks = Locks(self.pages.folder)
-            try:  # another process may already have fetched the pages
-                locks.lock(FETCHED, [(request.first, request.stop)], shared=False)
+            with self.pages.fetching(request.first, request.stop):  # another process may already have fetched them
                 self.pages.verify(request.first, request.stop)
                 if absent := self.pages.absent([(request.first, request.stop)]):
-                    self._get(absent[0][0], absent[-1][1])
-            finally:
-                locks.close()
+                    self._get(absent[0][0], absent[-1][1], request.keeps)
         except RemoteError as failure:
             return str(failure)
         except OSError as failure:
@@ -119,22 +116,18 @@ class Copy:
             return f"{without_query(self._url)}: cannot be read: {first_line(failure)}"
         return ""
 
-    def _get(self, first: int, stop: int) -> None:
+    def _get(self, first: int, stop: int, keeps: bool) -> None:
         end = min(stop * PAGE, self.pages.num_bytes)
         _, data = self._store.get(self._url, first * PAGE, end, self._pin)
-        self.pages.put(first, stop, data)
+        self.pages.put(first, stop, data, keeps=keeps)
 
     def put_head(self, data: Any) -> None:
         """Write the first bytes, which were received when the object was opened."""
         stop = pages_of(len(data))
-        locks = Locks(self.pages.folder)
-        try:
-            locks.lock(FETCHED, [(0, stop)], shared=False)
+        with self.pages.fetching(0, stop):
             if self.pages.absent([(0, stop)]):
                 self.pages.put(0, stop, data)
                 self.pages.keep([(0, stop)])
-        finally:
-            locks.close()
 
 
 def _without(runs: Runs, request: Request) -> Runs:
@@ -224,7 +217,7 @@ class Server:
                 reply({"id": number, "error": error})
 
             note = partial(reply, {"id": number, "part": 1})
-            self._copies[message["folder"]].fetch(message["runs"], ends[number], note, then)
+            self._copies[message["folder"]].fetch(message["runs"], message["keeps"], ends[number], note, then)
             return
         calls: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "open": self._open,
