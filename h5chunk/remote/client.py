@@ -136,6 +136,11 @@ def client() -> Client:
         return _current[0]
 
 
+def current() -> Client | None:
+    """Return this process's connection if it has one."""
+    return _current[0] if _current else None
+
+
 def _connect() -> Client:
     while _paths:
         try:

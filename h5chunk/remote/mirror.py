@@ -70,7 +70,7 @@ class Hold:
     """A lock that protects pages of a sparse copy from being freed until `close`."""
 
     def __init__(self, mirror: Mirror, runs: Runs) -> None:
-        self._pages, self._keeps, self.runs = mirror.pages, mirror.keeps, runs
+        self._mirror, self._pages, self.runs = mirror, mirror.pages, runs
         self._lock = threading.Lock()
         self._pages.hold(runs)
         self.absent = self._pages.absent(runs)
@@ -88,7 +88,9 @@ class Hold:
         if not is_over and self.cancel is not None:
             self.cancel()
         if is_over:
-            self._pages.release(self.runs, frees=frees and not self._keeps)
+            unheld = self._pages.release(self.runs)
+            if unheld and frees and not self._mirror.keeps:
+                self._mirror.free(unheld)
 
     def drop(self) -> None:
         """Release the pages even if absent pages were not fetched."""
@@ -171,6 +173,14 @@ class Mirror:
             connection.call({**message, "options": dict(self.options.storage_options)})
             connection.opened.add(self._folder)
         return connection
+
+    def free(self, runs: Runs) -> None:
+        """Free pages that nobody uses. The server does so, because the reading threads would wait for the disk."""
+        connection = client.current()
+        if connection is not None and self._folder in connection.opened:
+            connection.send({"op": "free", "folder": self._folder, "runs": runs}, None)
+        else:
+            self.pages.free(runs)
 
     # ---- metadata, which `h5chunk.remote.mirror_file` reads for HDF5
 

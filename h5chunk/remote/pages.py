@@ -141,17 +141,17 @@ class Pages:
                 self._lock(fcntl.F_RDLCK, IN_USE + first, stop - first)
                 self._held[first:stop] += 1
 
-    def release(self, runs: Runs, *, frees: bool) -> None:
-        """End a hold on pages and, if ``frees``, free those that nobody else needs."""
+    def release(self, runs: Runs) -> Runs:
+        """End a hold on pages, and return the runs that this process no longer holds."""
         if os.getpid() != self._process:
-            return
+            return []
         with self._holding:
             for first, stop in runs:
                 self._held[first:stop] -= 1
-            for first, stop in self._unheld(runs):
-                if frees:
-                    self._free(first, stop)
+            unheld = list(self._unheld(runs))
+            for first, stop in unheld:
                 self._lock(fcntl.F_UNLCK, IN_USE + first, stop - first)
+        return unheld
 
     def free(self, runs: Iterable[tuple[int, int]]) -> None:
         """Mark pages as absent and free their space, unless they are in use, being fetched or kept."""

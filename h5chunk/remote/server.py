@@ -209,6 +209,9 @@ class Server:
         if message["op"] == "cancel":
             ends.get(message["fetch"], threading.Event()).set()
             return
+        if message["op"] == "free":
+            self._calls.submit(self._copies[message["folder"]].pages.free, message["runs"])
+            return
         if message["op"] == "fetch":
             ends[number] = threading.Event()
 
