@@ -162,8 +162,8 @@ class Pages:
     def _unheld(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """Yield the parts of runs that this process does not hold."""
         for first, stop in runs:
-            borders = first + np.flatnonzero(np.diff(self._held[first:stop] == 0, prepend=False, append=False))
-            yield from borders.reshape(-1, 2).tolist()
+            borders = np.flatnonzero(np.diff(self._held[first:stop] == 0, prepend=False, append=False)) + first
+            yield from zip(borders[::2].tolist(), borders[1::2].tolist(), strict=True)
 
     def _free(self, start: int, end: int) -> None:
         for match in FREEABLE.finditer(self._table[start:end]):
