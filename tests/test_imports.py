@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "native": set(),
     "sample_source": {"errors"},
     "plan": {"errors"},
-    "sources": {"sample_source", "store.hdf5", "store.read", *GROUND},
+    "sources": {"native", "sample_source", "store.hdf5", "store.read", *GROUND},
     "store": set(),
     "store.hdf5": {"native", "plan", *GROUND},
     "store.format": {"__init__", "store.hdf5", "plan", *GROUND},

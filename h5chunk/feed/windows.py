@@ -12,10 +12,10 @@ import numpy as np
 
 from h5chunk.errors import FieldError, OptionError, as_text, check_whole, count_text, names_text, printable
 from h5chunk.feed.dataset import ChunkDataset, without_numbers
-from h5chunk.feed.frame_decoder import FRAME_DECODER, import_decoders
 from h5chunk.plan.episodes import anchors_inside, needed_steps
 from h5chunk.plan.permutation import MAX_SEED
 from h5chunk.remote.mirror import remote_options
+from h5chunk.sources.frame_decoder import FRAME_DECODER, import_decoders
 from h5chunk.store.hdf5.packing import check_decode
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.encoded import EncodedField

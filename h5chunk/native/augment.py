@@ -20,6 +20,10 @@ STEP = np.dtype(  # draws.c describes the fields
     ]
 )
 BOX, CROP, RESIZE, FLIP, CUTOUT, ERASE = range(6)  # kinds of steps
+# columns of a table of geometry; from ERASED + 4 * k: top, left, height and width of the k-th erased box in the result
+OFFSET, HEIGHT, WIDTH, TOP, LEFT, BOX_HEIGHT, BOX_WIDTH, FULL_HEIGHT, FULL_WIDTH, DOWN, RIGHT, TURNED, ERASED = range(
+    13
+)
 
 
 class ImageRule(ctypes.Structure):

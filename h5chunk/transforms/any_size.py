@@ -22,13 +22,7 @@ from h5chunk import native
 from h5chunk.errors import MAX_SIDE, FieldError, FileError, OptionError, SampleError, WorkerError
 from h5chunk.machine import available_cores
 from h5chunk.native import jpeg
-from h5chunk.native.augment import ImageRule
-from h5chunk.plan.draws import Draws
-from h5chunk.store.read.ragged import ImagesField, ImageSizes
-from h5chunk.transforms.augment_rule import AUGMENTING
-from h5chunk.transforms.augmenting import AugmentConverter
-from h5chunk.transforms.csr import CsrRows
-from h5chunk.transforms.geometry import (
+from h5chunk.native.augment import (
     BOX_HEIGHT,
     BOX_WIDTH,
     FULL_HEIGHT,
@@ -38,8 +32,14 @@ from h5chunk.transforms.geometry import (
     OFFSET,
     TOP,
     WIDTH,
-    Size,
+    ImageRule,
 )
+from h5chunk.plan.draws import Draws
+from h5chunk.store.read.ragged import ImagesField, ImageSizes
+from h5chunk.transforms.augment_rule import AUGMENTING
+from h5chunk.transforms.augmenting import AugmentConverter
+from h5chunk.transforms.csr import CsrRows
+from h5chunk.transforms.geometry import Size
 from h5chunk.transforms.nvjpeg import find_decoder, jpeg_sizes
 
 AHEAD = 2  # batches that are decoded while the caller uses another

@@ -31,10 +31,10 @@ import numpy as np
 import torch
 
 from h5chunk.errors import OptionError
-from h5chunk.native.augment import ImageRule
+from h5chunk.native.augment import ERASED, ImageRule
 from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import ERASERS, GEOMETRIC, INTERPOLATIONS, MODES, RandomCrop
-from h5chunk.transforms.geometry import ERASED, Size
+from h5chunk.transforms.geometry import Size
 from h5chunk.transforms.images import Normalize, ToDtype, result_dtype, scale_and_shift
 
 AUGMENTING = (*GEOMETRIC, *ERASERS)

@@ -15,14 +15,14 @@ import torch
 from h5chunk import native
 from h5chunk.errors import MAX_SIDE, OptionError
 from h5chunk.machine import KeptThreads, available_cores
-from h5chunk.native.augment import ImageRule, augment
+from h5chunk.native.augment import ERASED, OFFSET, ImageRule, augment
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import ERASERS, GEOMETRIC
 from h5chunk.transforms.augment_rule import AUGMENTING, augment_with_torch, make_rule, native_rule
 from h5chunk.transforms.compiled import AugmentKernel, LoadedTable
 from h5chunk.transforms.drawing import NativeDraws
-from h5chunk.transforms.geometry import ERASED, ERASING, OFFSET, Geometry, Size
+from h5chunk.transforms.geometry import ERASING, Geometry, Size
 from h5chunk.transforms.images import ImagesByNumber, kept_converter
 
 MAX_TOGETHER, TAPS_BYTES = 4096, 64 << 20  # samples to draw at a time, and bytes of their weights on a GPU

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from h5chunk.native import cuda
+from h5chunk.native.augment import BOX_HEIGHT, DOWN, ERASED, FULL_HEIGHT, HEIGHT, LEFT, TOP
 from h5chunk.transforms.csr import CsrRows, SampleNumbers, ValueRule
-from h5chunk.transforms.geometry import BOX_HEIGHT, DOWN, ERASED, FULL_HEIGHT, HEIGHT, LEFT, TOP
 
 FEWEST_NUMBERS = 4 << 20  # in a smaller batch, launching the kernel takes longer than torch.addcmul; scripts/LOG.md
 MAX_CHANNELS = 16  # a program holds all channels of its pixels

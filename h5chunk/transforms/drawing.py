@@ -10,6 +10,7 @@ import numpy as np
 
 from h5chunk.errors import MAX_SIDE
 from h5chunk.native import augment
+from h5chunk.native.augment import ERASED
 from h5chunk.plan.draws import Draws, stream_key
 from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import (
@@ -22,7 +23,7 @@ from h5chunk.transforms.augment import (
     RandomResizedCrop,
     Resize,
 )
-from h5chunk.transforms.geometry import ERASED, ERASING, Size
+from h5chunk.transforms.geometry import ERASING, Size
 
 
 class NativeDraws:

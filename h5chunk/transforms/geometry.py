@@ -18,9 +18,6 @@ ERASING = 1 << 20  # first stream of the transforms that erase boxes
 ATTEMPTS, EARLY_ATTEMPTS = 10, 2  # attempts to draw a box that fits, as in torchvision
 POWERS = [math.log(2) ** n / math.factorial(n) for n in range(8)]  # Taylor coefficients of 2**x; also in draws.c
 
-# columns of a table of geometry; from ERASED + 4 * k: top, left, height and width of the k-th erased box in the result
-OFFSET, HEIGHT, WIDTH, TOP, LEFT, BOX_HEIGHT, BOX_WIDTH, FULL_HEIGHT, FULL_WIDTH, DOWN, RIGHT, FLIP, ERASED = range(13)
-
 
 @dataclass
 class Geometry:

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 import h5chunk
 from h5chunk.errors import FileError, OptionError
+from h5chunk.store.hdf5 import child
 
 BATCH = 4
 WAYS: dict[str, dict[str, Any]] = {
@@ -133,6 +134,19 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def server() -> Iterator[Any]:
     with object_server() as running:
         yield running
+
+
+def test_files_are_tested_without_torch(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that opens a file first would take seconds to import it, each time."""
+    needed: list[str] = []
+    started = child._started
+    monkeypatch.setattr(child, "_started", lambda modules: needed.append(modules) or started(modules))
+    monkeypatch.setattr(child, "_tried", set())
+    monkeypatch.setattr(child, "_is_child", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made.open()
+    assert needed and not re.search(r"h5chunk\.(feed|transforms)", ",".join(needed))
 
 
 @pytest.fixture(params=[0, 2])

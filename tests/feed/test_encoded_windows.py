@@ -17,7 +17,7 @@ from support.scripts import needs_gpu
 from torch.utils.data import DataLoader
 
 import h5chunk
-from h5chunk.feed.frame_decoder import FRAME_DECODER
+from h5chunk.sources.frame_decoder import FRAME_DECODER
 from h5chunk.transforms import Normalize
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from support.encoded import SIZE, encoded
 
-from h5chunk.feed.frame_decoder import FRAME_DECODER
+from h5chunk.sources.frame_decoder import FRAME_DECODER
 
 SHAPE = (*SIZE, 3)
 

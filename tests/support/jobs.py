@@ -109,7 +109,7 @@ def in_children_too(monkeypatch: pytest.MonkeyPatch, where: str, value: Any, *, 
     """Replace a name of h5chunk in children. With ``before``, ``value`` is called first in place of replacing it."""
     pickled = child.pickled
 
-    def send(work: Callable[..., Any], arguments: Sequence[Any], has_say: bool) -> bytes:
+    def send(work: Callable[..., Any], arguments: Sequence[Any], has_say: bool) -> tuple[bytes, list[str]]:
         return pickled(partial(_patched, f"h5chunk.{where}", value, before, work), arguments, has_say)
 
     monkeypatch.setattr(child, "pickled", send)

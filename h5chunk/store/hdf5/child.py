@@ -120,10 +120,9 @@ def in_child(path: Path, work: Callable[..., T], *arguments: Any, on_message: Sa
         return work(*arguments) if on_message is None else work(on_message, *arguments)
     check_not_written([path])
     name = printable(path)
+    message, modules = pickled(work, arguments, on_message is not None)
     try:
-        # the helper imports the modules of all functions once, instead of each child
-        functions = [work, *(each for each in arguments if isinstance(each, FunctionType))]
-        child = _started(",".join(dict.fromkeys(each.__module__ for each in functions)))
+        child = _started(",".join(modules))
     except OSError as error:
         warnings.warn(
             f"{name}: no process can be started to test files first ({error.strerror or error}): a damaged file may "
@@ -134,7 +133,7 @@ def in_child(path: Path, work: Callable[..., T], *arguments: Any, on_message: Sa
         return work(*arguments) if on_message is None else work(on_message, *arguments)
     with child.connection, child.status:  # which ends the child if it still works
         with contextlib.suppress(ConnectionError):  # it has crashed already
-            child.connection.send_bytes(pickled(work, arguments, on_message is not None))
+            child.connection.send_bytes(message)
         result: T = _listen(child, _Limit(name), on_message or (lambda _: None))
         return result
 
@@ -186,9 +185,18 @@ def _too_much_memory(limit: _Limit) -> FileError:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that sends the path of a remote object's local copy with all that is needed to read the object."""
+    """A pickler that sends the path of a remote object's local copy with all that is needed to read the object.
+
+    ``modules`` are those of h5chunk that the child needs, which its helper imports once for all children.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.modules = {__name__}
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)) and value.__module__.startswith("h5chunk."):
+            self.modules.add(value.__module__)
         if isinstance(value, PurePath) and (mirror := local_copy_of(value)) is not None:
             return _path_of, (mirror,)
         return NotImplemented
@@ -198,14 +206,18 @@ def _path_of(mirror: Any) -> Path:
     return Path(mirror.path)
 
 
-def pickled(work: Callable[..., Any], arguments: Sequence[Any], has_say: bool) -> bytes:
-    """Return a message with work for a child, and the folder and variables of this process to do it with."""
+def pickled(work: Callable[..., Any], arguments: Sequence[Any], has_say: bool) -> tuple[bytes, list[str]]:
+    """Return a message with work for a child, and the names of the modules that it needs.
+
+    The message also has the folder and the variables of this process.
+    """
     folder = None
     with contextlib.suppress(OSError):  # the current folder was removed
         folder = os.getcwd()
     data = io.BytesIO()
-    _Pickler(data).dump((folder, dict(os.environ), work, arguments, has_say))
-    return data.getvalue()
+    pickler = _Pickler(data)
+    pickler.dump((folder, dict(os.environ), work, arguments, has_say))
+    return data.getvalue(), sorted(pickler.modules)
 
 
 def received(message: bytes, send: Callable[[str, Any], None]) -> Callable[[], Any]:
