@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from h5chunk.errors import OptionError, printable
-from h5chunk.store.read.volumes import WEIGHTS, VolumeBoxes, VolumeField
+from h5chunk.store.read.volumes import WEIGHTS, VolumeBoxes
 
 Weights = str | Mapping[str, Callable[[np.ndarray], Any]]
 
@@ -33,17 +33,17 @@ def weights_field(weights: Weights | None, fields: Mapping[str, str]) -> tuple[d
 
 
 def read_weights(
-    boxes: VolumeBoxes, source: VolumeField, function: Callable[[np.ndarray], Any], volume: int, box: Sequence[slice]
+    boxes: VolumeBoxes, function: Callable[[np.ndarray], Any], volume: int, box: Sequence[slice]
 ) -> np.ndarray:
     """Read a box of a volume's dataset of weights, and convert its values by ``function``: float64, of the box's shape.
 
     Raises OptionError if the dataset has axes that are not spatial, or if the weights have another shape, are negative,
     or have no finite sum.
     """
-    if len(source.grids[volume].shape) != len(box):
+    shape = boxes.field.shape(volume)
+    if len(shape) != len(box):
         raise OptionError(
-            f"the weights have the shape {source.grids[volume].shape}, but need {len(box)} axes: use a dataset without "
-            "a channel axis"
+            f"the weights have the shape {shape}, but need {len(box)} axes: use a dataset without a channel axis"
         )
     values = boxes.read(volume, box)
     if values.dtype.names:  # a type that NumPy lacks
@@ -54,8 +54,8 @@ def read_weights(
         total = weights.sum()
     if weights.shape != values.shape or not np.isfinite(total) or (weights < 0).any():
         raise OptionError(
-            f"the weights of a block of {printable(source.datasets[volume][1])!r} of shape {values.shape} have the "
-            f"shape {weights.shape}, and range from {weights.min(initial=0)} to {weights.max(initial=0)}: each voxel "
-            "needs a finite weight of at least 0"
+            f"the weights of a block of {printable(boxes.field.stored[volume][1].name)!r} of shape {values.shape} have "
+            f"the shape {weights.shape}, and range from {weights.min(initial=0)} to {weights.max(initial=0)}: each "
+            "voxel needs a finite weight of at least 0"
         )
     return weights

@@ -24,22 +24,12 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.patches import CELL_BYTES, RandomPatches, Starts, Tiles, cell_shape, decoded_voxels
 from h5chunk.plan.permutation import MAX_SEED
 from h5chunk.remote.mirror import remote_options
-from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.hdf5.packing import check_decode
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.field_readers import field_readers
 from h5chunk.store.read.fields import SAMPLE_NUMBER, Fields, named_paths
 from h5chunk.store.read.files import Paths, list_data_files
-from h5chunk.store.read.volumes import (
-    POSITION,
-    WEIGHTS,
-    PatchReader,
-    VolumeBoxes,
-    VolumeField,
-    open_volume_files,
-    open_volumes,
-    probe_volumes,
-)
+from h5chunk.store.read.volumes import POSITION, WEIGHTS, PatchReader, VolumeBoxes, VolumeField, Volumes, open_volumes
 
 PADDINGS = ("none", "edge", "reflect")
 
@@ -152,47 +142,31 @@ class Patches(ChunkDataset):
         weigher, weighed = weights_field(weights, fields)
         of_field = channels if isinstance(channels, Mapping) else dict.fromkeys((*fields, WEIGHTS), channels)
         leading = {name: of_field.get(name) for name in (*fields, WEIGHTS)}
-        opened_as = {**fields, **weigher}, size, leading, check_decode(decode), trusted
-        if not trusted:
-            made_for = repr((fields, weigher, size, channels, checksums, decode))
-            try_files(files, probe_volumes, checksums, *opened_as, purpose=made_for)
-        found, names = open_volumes(files, *opened_as)
-        weighed_field = found.pop(WEIGHTS, None)
-        padded = {name: _with_halo(each, halos[name], padding) for name, each in found.items()}
+        opened_as = {**fields, **weigher}, size, leading, check_decode(decode), trusted, checksums
+        volumes = open_volumes(files, *opened_as)
+        padded = {name: _with_halo(volumes.fields[name], halos[name], padding) for name in fields}
         margin = np.max(list(halos.values()), axis=0) if padding == "none" else np.zeros(len(size), np.int64)
-        self._shapes = np.array([next(iter(found.values())).space(number) for number in range(len(names))])
-        self._check_sizes(names, size, margin, padding)
-        self._starts, self._size, self._padding = Starts.of(self._shapes, np.array(size), margin), size, padding
-        counts = np.ceil(self._shapes.prod(axis=1, dtype=np.float64) / math.prod(size)).astype(np.int64)
+        _check_sizes(volumes, size, margin, padding)
+        self._starts, self._size, self._padding = Starts.of(volumes.shapes, np.array(size), margin), size, padding
+        counts = np.ceil(volumes.shapes.prod(axis=1, dtype=np.float64) / math.prod(size)).astype(np.int64)
         if per_volume is not None:
             counts[:] = check_whole("per_volume", per_volume, 1, 1 << 24)
         cell = _cell(padded, size, check_whole("cell_bytes", cell_bytes, 1))
-        place = partial(RandomPatches, self._shapes, size, self._starts, cell, counts, seed)
-        opened = open_volume_files(files, padded, trusted, checksums)
-        if weighed_field is None:
+        place = partial(RandomPatches, volumes.shapes, size, self._starts, cell, counts, seed)
+        if not weigher:
             plan = place()
         else:
-            boxes = VolumeBoxes(open_volume_files(files, {WEIGHTS: weighed_field}, trusted, checksums), weighed_field)
-            with closing(boxes):
-                plan = place(partial(read_weights, boxes, weighed_field, weighed), float(share))
+            with closing(VolumeBoxes(volumes, WEIGHTS)) as boxes:
+                plan = place(partial(read_weights, boxes, weighed), float(share))
             if plan.unweighted:
                 warnings.warn(
                     f"{printable(files[0])}: in {len(plan.unweighted)} of "
-                    f"{count_text(len(counts), 'volume')}, such as {printable(names[plan.unweighted[0]])}, no weights "
-                    "are above 0, so their patches are at uniformly random positions",
+                    f"{count_text(len(counts), 'volume')}, such as {printable(volumes.names[plan.unweighted[0]])}, no "
+                    "weights are above 0, so their patches are at uniformly random positions",
                     stacklevel=2,
                 )
-        source = PatchReader(opened, padded, names, plan, has_positions=positions)
+        source = PatchReader(volumes.with_fields(padded), plan, has_positions=positions)
         super().__init__(source, fields=named, decode=decode, transform=transform)
-
-    def _check_sizes(self, names: Sequence[str], size: tuple[int, ...], margin: np.ndarray, padding: Any) -> None:
-        small = np.flatnonzero((self._shapes < np.array(size) + 2 * margin).any(axis=1))
-        if padding == "none" and len(small):
-            name, shape = printable(names[small[0]]), tuple(self._shapes[small[0]].tolist())
-            raise OptionError(
-                f"{name}: a volume has the shape {shape}, but a patch with its halo has "
-                f"{tuple((np.array(size) + 2 * margin).tolist())}. Reduce size or halo, or use padding='reflect'"
-            )
 
     @property
     def _patches(self) -> PatchReader:
@@ -207,9 +181,8 @@ class Patches(ChunkDataset):
     @property
     def volumes(self) -> list[tuple[str, tuple[int, ...]]]:
         """The name of each volume, and its shape in space."""
-        return [
-            (name, tuple(shape.tolist())) for name, shape in zip(self._patches.volume_names, self._shapes, strict=True)
-        ]
+        volumes = self._patches.volumes
+        return [(name, tuple(shape)) for name, shape in zip(volumes.names, volumes.shapes.tolist(), strict=True)]
 
     def positions(self, epoch: int = 0) -> np.ndarray:
         """Return the positions of all patches of an epoch: (n, 1 + axes) int64.
@@ -256,23 +229,34 @@ class Patches(ChunkDataset):
         if any(each >= length for each, length in zip(both, self._size, strict=True)):
             raise OptionError(f"overlap is {overlap!r}: it must be less than the size, {self._size}")
         source = self._patches
-        if self._padding == "none" and any(any(each.halo) for each in source.volume_fields.values()):
+        if self._padding == "none" and any(any(each.halo) for each in source.volumes.fields.values()):
             raise OptionError("tiles with a halo reach beyond the volume: pass padding= to Patches, such as 'reflect'")
         if POSITION in source.fields or POSITION in self._numbered:
             raise OptionError(f"fields has {POSITION!r}, which is the name of the field of positions: rename it")
         if self._samples is not None:
             raise OptionError("this is a subset of patches: call tiles() of the full data set first, then subset()")
-        tiles = Tiles(self._shapes, self._size, self._starts, both)
+        tiles = Tiles(source.volumes.shapes, self._size, self._starts, both)
         other = copy(self)
         fields = {name: SAMPLE_NUMBER if name in self._numbered else name for name in self.fields}
         ChunkDataset.__init__(
             other,
-            source.with_plan(tiles, has_positions=True),
+            PatchReader(source.volumes, tiles, has_positions=True),
             fields=fields,
             decode=self._decode,
             transform=self.transform,
         )
         return other
+
+
+def _check_sizes(volumes: Volumes, size: tuple[int, ...], margin: np.ndarray, padding: Any) -> None:
+    needed = np.array(size) + 2 * margin
+    small = np.flatnonzero((volumes.shapes < needed).any(axis=1))
+    if padding == "none" and len(small):
+        name, shape = printable(volumes.names[small[0]]), tuple(volumes.shapes[small[0]].tolist())
+        raise OptionError(
+            f"{name}: a volume has the shape {shape}, but a patch with its halo has {tuple(needed.tolist())}. Reduce "
+            "size or halo, or use padding='reflect'"
+        )
 
 
 def _is_number(value: Any) -> bool:
@@ -310,8 +294,8 @@ def _with_halo(each: VolumeField, halo: tuple[int, ...], padding: Any) -> Volume
 def _cell(fields: Mapping[str, VolumeField], size: tuple[int, ...], cell_bytes: int) -> tuple[tuple[int, ...], int]:
     """Return the cell shape that suits the largest field, and the decoded bytes that one cell needs."""
     main = max(fields.values(), key=lambda each: math.prod(each.box_shape()) * each.dtype.itemsize)
-    largest = max(range(len(main.grids)), key=lambda number: math.prod(main.grids[number].shape))
-    grid, space = main.grids[largest], slice(main.leading, main.leading + len(size))
+    grid = max((stored.grid for _, stored in main.stored), key=lambda grid: math.prod(grid.shape))
+    space = slice(main.leading, main.leading + len(size))
     shape, chunks = grid.shape[space], grid.chunks[space] if grid.chunks else (1,) * len(size)
     voxel_bytes = math.prod(grid.shape) // math.prod(shape) * main.dtype.itemsize
     cell = cell_shape(shape, size, chunks, voxel_bytes, cell_bytes)

@@ -118,6 +118,11 @@ class Field:
         return self.grid.shape[1:]
 
     @property
+    def num_axes(self) -> int:
+        """The number of axes of the dataset, without those of its elements."""
+        return len(self.grid.shape) - (0 if self.element is None else len(self.element.shape))
+
+    @property
     def stored_datasets(self) -> dict[str, str]:
         """The paths of the datasets that are read, by their names among the checksums."""
         return {self.name: self.dataset}
@@ -126,8 +131,7 @@ class Field:
         """Return what a file stores of this field."""
         if self.is_text:
             return text_part(file, self.dataset)
-        inner = () if self.element is None else self.element.shape
-        axes = len(self.grid.shape) - len(inner) if self.sample_axis else 1
+        axes = self.num_axes if self.sample_axis else 1
         arrays = file.arrays(self.name, self.dataset, member=self.member, axes=axes, decode=self.decode)
         return Part(Rows, (arrays,), axis=self.sample_axis)
 
@@ -288,8 +292,7 @@ def describe_field(
 def _along(field: Field | RaggedField, axis: int, where: str) -> Field | RaggedField:
     """Return a field whose samples are along an axis of the dataset. A negative axis counts from the last one."""
     is_array = isinstance(field, Field) and not field.is_text
-    inner = field.element.shape if isinstance(field, Field) and field.element is not None else ()
-    num_axes = len(field.grid.shape) - len(inner) if is_array else 1
+    num_axes = field.num_axes if isinstance(field, Field) and is_array else 1
     if not -num_axes <= axis < num_axes or (not is_array and isinstance(field, MatrixField) and axis):
         what = f"{num_axes} {'axis' if num_axes == 1 else 'axes'}" if is_array else "samples along its first axis only"
         raise FieldError(f"{where} has {what}, but sample_axis is {axis}: leave it out of sample_axis")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -47,12 +48,17 @@ class RawValues:
         self._reader.decode(self._files, block, out)
 
 
-def read_box(reader: BoxReader, files: OneFile, low: Sequence[int], high: Sequence[int], out: np.ndarray) -> None:
-    """Read a box of the only array of a reader into memory. The indices may be along the first axes only."""
-    shape = reader.arrays.shape[0].tolist()
+def read_box(
+    reader: BoxReader, files: Any, low: Sequence[int], high: Sequence[int], out: np.ndarray, array: int = 0
+) -> None:
+    """Read a box of one of a reader's arrays into memory. The indices may be along the first axes only.
+
+    ``files`` is a `OneFile`, or a `h5chunk.store.read.open_files.OpenFiles`.
+    """
+    shape = reader.arrays.shape[array].tolist()
     start, stop = [*low, *(0 for _ in shape[len(low) :])], [*high, *shape[len(high) :]]
     first = np.zeros(1, np.int64)
-    boxes = Boxes(first, np.array([start], np.int64), np.array([stop], np.int64), first, 0)
+    boxes = Boxes(first + array, np.array([start], np.int64), np.array([stop], np.int64), first, 0)
     inside = (end - begin for begin, end in zip(start, stop, strict=True))
     target = items_of(out.reshape(-1).view(np.uint8), reader.arrays.item_bytes, (1, *inside))
     for task in reader.boxes(boxes, target):

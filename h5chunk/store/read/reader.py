@@ -67,7 +67,8 @@ class H5Reader(Source):
     ``fields`` maps field names to the paths of datasets, of groups with a CSR matrix, or to `FlatSamples`. By default
     these are the fields that the file records, or else ``images`` or the matrix ``X``, and ``labels``. ``checksums`` is
     when chunks of an h5chunk file are compared with their checksums: "off", "first" (at this process's first read) or
-    "always". ``file`` is the open file, if it is open already.
+    "always". ``file`` is the open file, if it is open already. Unless ``are_alike`` is False, fields must have equal
+    lengths, and a table stands for its columns.
     """
 
     why_no_labels: str = ""  # the reason why labels are not read by default, or empty
@@ -81,6 +82,7 @@ class H5Reader(Source):
         checksums: str = OFF,
         decode: str = "",
         file: h5py.File | None = None,
+        are_alike: bool = True,
     ) -> None:
         path = Path(path)
         stamp = stamp_of(path)  # compared after opening, to detect a replaced file
@@ -96,18 +98,18 @@ class H5Reader(Source):
                     raise OptionError(f"fields contains {name!r}: pass names of datasets")
             guard = Guard(path, trusted)
             found: dict[str, Field | RaggedField] = {}
-            for name, dataset in with_members(file, guard, fields).items():
+            for name, dataset in with_members(file, guard, fields).items() if are_alike else fields.items():
+                may_miss = is_default and header is None and name == LABELS
                 try:
-                    found[name] = describe(file, path, name, dataset, header, guard, decode)
-                    if is_default and header is None and name == LABELS and found[name].is_text:
-                        del found[name]
+                    described = describe(file, path, name, dataset, header, guard, decode)
+                    if may_miss and described.is_text:
                         raise UnsupportedError(
                             f"{printable(path)}: {dataset!r} has strings of variable length: to read them as str, name "
                             f"the fields, such as fields={[*found, name]}"
                         )
-                except FieldError as error:
-                    may_miss = is_default and header is None and name == LABELS and found
-                    if not may_miss or not isinstance(error, UnsupportedError):
+                    found[name] = described
+                except UnsupportedError as error:
+                    if not may_miss or not found:
                         raise
                     self.why_no_labels = str(error)
             sums = read_sums(file, path, found, header, checksums)
@@ -117,7 +119,7 @@ class H5Reader(Source):
                     "which does not exist: give the field its name back, or name the fields to read (fields=[...])"
                 )
         lengths = {name: field.grid.shape[0] for name, field in found.items()}
-        if len(set(lengths.values())) > 1:
+        if are_alike and len(set(lengths.values())) > 1:
             listed = ", ".join(f"{found[name].dataset!r} has {length}" for name, length in lengths.items())
             raise FieldError(f"{printable(path)}: fields differ in length ({listed}): {_of_one_length(found.values())}")
         how: dict[str, Any] = {"trusted": trusted, "checksums": checksums, "sums": sums}

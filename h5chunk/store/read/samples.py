@@ -410,7 +410,7 @@ class PatchRows(FieldReader):
 
     def __init__(self, name: str, reader: Any, arrays: Arrays, cache: BlockCache) -> None:
         super().__init__(name, [arrays], cache)
-        self._arrays, self._reader, self._field = arrays, reader, reader.volume_fields[name]
+        self._arrays, self._reader, self._field = arrays, reader, reader.volumes.fields[name]
         self.row_bytes = math.prod(self._field.box_shape()) * self._field.dtype.itemsize
         axes = arrays.num_axes
         self._shape = self._field.box_shape()[:axes]
@@ -434,7 +434,7 @@ class PatchRows(FieldReader):
 
         def fill_padding() -> None:
             for each in outside.tolist():
-                shape = np.array(self._field.grids[volumes[each]].shape)
+                shape = np.array(self._field.shape(volumes[each]))
                 padded = np.zeros(len(shape), np.int64)
                 padded[: low.shape[1]] = low[each]
                 pad(patches[destinations[each]], padded, shape, self._field.padding)
