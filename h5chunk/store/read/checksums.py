@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +27,7 @@ from h5chunk.store.format.spec import GROUP
 from h5chunk.store.hdf5.chunk_table import ChunkTable, is_listed_wrongly
 from h5chunk.store.hdf5.codecs import crc32, scratch
 from h5chunk.store.hdf5.ranges import PART_BYTES, Ranges, VectorTask, held, read_bytes, read_error, read_jobs
+from h5chunk.urls import local_copy_of
 
 OFF, FIRST, ALWAYS = "off", "first", "always"
 PIECE_BYTES = 2 << 20  # bytes that are read and added to a checksum at a time
@@ -234,11 +236,15 @@ def read_sums(
 ) -> dict[str, Checksums]:
     """Read the checksums of fields. The result is empty if ``checksums`` is "off".
 
-    Raises OptionError if the file has no checksums, and FileError if they are invalid.
+    The bytes of a remote object that are kept on the disk are always compared with checksums, if it has any. Raises
+    OptionError if the file has no checksums, and FileError if they are invalid.
     """
     if checksums not in (OFF, FIRST, ALWAYS):
         raise OptionError(f"checksums is {checksums!r}: use off, first or always")
     if checksums == OFF:
+        mirror = local_copy_of(path)
+        with suppress(OptionError):  # a file without checksums
+            return {} if mirror is None or not mirror.keeps else read_sums(file, path, fields, header, FIRST)
         return {}
     datasets: dict[str, str] = {}
     for field in fields.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
@@ -30,6 +30,10 @@ from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.samples import Part, Rows
 from h5chunk.store.read.source import Source
 
+ONE_RULE = (
+    "a field may have one frame more than the others at the end of every episode, such as a last observation; name "
+    "fields that have one value per episode in constants=[...]"
+)
 MAX_CONSTANT_BYTES = 64 << 20  # limit on the size of one value of a constant
 
 
@@ -111,98 +115,92 @@ class EpisodeFile(Source):
 
 
 class EpisodeFields(NamedTuple):
-    """The fields of an episode: those with a row per time step, and those with one value, by name."""
+    """What to read of the episodes of a file.
+
+    ``rows`` has the paths of fields with a row per time step, by name, and ``constants`` those of fields with one value
+    per episode. ``attributes`` has, by name, the value of episodes that lack an attribute; None: raise an error.
+    """
 
     rows: Mapping[str, Pattern]
     constants: Mapping[str, Pattern]
-    attributes: Mapping[str, Any]  # the value of episodes that lack the attribute, by name; None: raise an error
-    decode: str = ""  # how packed numbers are converted
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        """The names of the constants and attributes."""
-        return *self.constants, *self.attributes
-
-    def sorted_by(self, file: h5py.File, guard: Guard, find: Callable[[Pattern], str]) -> EpisodeFields:
-        """Move the datasets without axes to the constants. ``find`` returns the path that a pattern matches first."""
-        scalars = {name: each for name, each in self.rows.items() if _has_no_axis(guard.find(file, find(each)))}
-        rows = {name: each for name, each in self.rows.items() if name not in scalars}
-        return self._replace(rows=rows, constants={**self.constants, **scalars})
+    attributes: Mapping[str, Any]
+    decoder: FrameDecoder
+    how: Mapping[str, Any]  # arguments of `H5Reader`
 
 
 class OpenedEpisodes(NamedTuple):
-    """The episodes of one file: sources of the fields of each length, and the values of each other field, by name."""
+    """The episodes of one file: sources of the fields of each length, and the values of each other field, by name.
 
-    sources: list[EpisodeFile]
-    values: dict[str, list[np.ndarray]]
-    fields: EpisodeFields
-
-
-def open_episodes(
-    file: Path, fields: EpisodeFields, decoder: FrameDecoder, trusted: bool, checksums: str
-) -> OpenedEpisodes:
-    """Open what the ``*`` in the path of each field match in a file as episodes.
-
-    Fields whose first datasets have equal lengths have one source. JPEG and PNG images are decoded by ``decoder``.
-    Raises FieldError if there is no episode, or if an episode lacks a field.
+    A path without ``*`` has one value, whatever the number of episodes in the file.
     """
-    with opened(file) as handle, ExitStack() as held:
-        guard = Guard(file, trusted)
-        matches = {
-            name: find_matches(handle, guard, each) for name, each in {**fields.rows, **fields.constants}.items()
-        }
-        held.enter_context(fetched_objects(handle, [match.path for each in matches.values() for match in each]))
-        by_pattern = {str(each): matches[name][0].path for name, each in fields.rows.items()}
-        fields = fields.sorted_by(handle, guard, lambda pattern: by_pattern[str(pattern)])
-        if not fields.rows:
+
+    sources: list[H5Reader | EpisodeFile]
+    values: dict[str, list[np.ndarray]]
+
+
+def open_episodes(path: Path, wanted: EpisodeFields) -> OpenedEpisodes:
+    """Open what the ``*`` in the path of each field match in a file as episodes, or all rows if there is no ``*``.
+
+    Fields whose first datasets have equal lengths have one source. Datasets without axes are constants. Raises
+    FieldError if there is no episode, or if an episode lacks a field.
+    """
+    with opened(path) as file, ExitStack() as held:
+        guard, decode = Guard(path, wanted.how["trusted"]), wanted.how["decode"]
+        patterns = {**wanted.rows, **wanted.constants}
+        matches = {name: find_matches(file, guard, each) for name, each in patterns.items()}
+        held.enter_context(fetched_objects(file, [match.path for each in matches.values() for match in each]))
+        rows = {name: matches[name] for name in wanted.rows}
+        rows = {name: own for name, own in rows.items() if not _has_no_axis(guard.find(file, own[0].path))}
+        if not rows:
             raise OptionError("fields has no dataset with a row per time step: name one, such as the actions")
-        episodes = _by_episode(file, {name: matches[name] for name in fields.rows})
-        names = [match.name for match in matches[next(iter(fields.rows))]]
-        lengths = {
-            name: H5Reader(
-                file, {name: FrameDataset(dataset, decoder)}, trusted=trusted, checksums=checksums, file=handle
-            ).num_samples
-            for name, dataset in episodes[0].items()
-        }
-        sources = []
+        episodes = _by_episode(path, rows)
+        of_first = {name: FrameDataset(dataset, wanted.decoder) for name, dataset in episodes[0].items()}
+        first = H5Reader(path, of_first, **wanted.how, file=file, are_alike=False)
+        lengths = {name: field.grid.shape[0] for name, field in first.fields.items()}
+        if max(lengths.values()) > 2 * min(lengths.values()) + 1:
+            listed = ", ".join(f"{episodes[0][name]!r} has {length}" for name, length in [*lengths.items()][:8])
+            raise FieldError(f"{printable(path)}: fields differ in length ({listed}): {ONE_RULE}")
+        sources: list[H5Reader | EpisodeFile] = []
+        main = next(iter(rows))
         for length in sorted({*lengths.values()}):
-            alike = {name: fields.rows[name] for name in fields.rows if lengths[name] == length}
-            sources.append(
-                _join_episodes(file, handle, alike, episodes, names, (decoder, trusted, checksums, fields.decode))
-            )
-        texts = [match.texts for match in matches[next(iter(fields.rows))]]
-        values = {name: _constants(handle, guard, matches[name], texts, fields.decode) for name in fields.constants}
-        for name, default in fields.attributes.items():
-            stars = next(iter(fields.rows.values())).stars[-1] + 1
-            groups = ["/".join(episode[next(iter(fields.rows))].split("/")[:stars]) for episode in episodes]
-            values[name] = [attribute_of(guard.find(handle, group), group, name, default, file) for group in groups]
-    return OpenedEpisodes(sources, values, fields)
+            names = [name for name in rows if lengths[name] == length]
+            own = first.with_fields({name: first.fields[name] for name in names})
+            if wanted.rows[main].stars:
+                alike = {name: wanted.rows[name] for name in names}
+                sources.append(_join_episodes(own, file, alike, episodes, [match.name for match in rows[main]], wanted))
+            else:
+                sources.append(own)
+        texts = [match.texts for match in rows[main]]
+        values = {
+            name: _constants(file, guard, own, texts, decode) for name, own in matches.items() if name not in rows
+        }
+        depth = max([*wanted.rows[main].stars, -1]) + 1
+        groups = ["/".join(episode[main].split("/")[:depth]) or "/" for episode in episodes]
+        for name, default in wanted.attributes.items():
+            values[name] = [attribute_of(guard.find(file, group), group, name, default, path) for group in groups]
+    return OpenedEpisodes(sources, values)
 
 
 def _join_episodes(
-    file: Path,
-    handle: h5py.File,
+    first: H5Reader,
+    file: h5py.File,
     patterns: Mapping[str, Pattern],
     episodes: Sequence[Mapping[str, str]],
     names: Sequence[str],
-    options: tuple[FrameDecoder, bool, str, str],
+    wanted: EpisodeFields,
 ) -> EpisodeFile:
-    """Join the datasets of fields of all episodes, whose datasets have equal lengths."""
-    decoder, trusted, checksums, decode = options
-    readers: list[H5Reader] = []
-    starts: list[dict[str, int]] = []
-    types: dict[str, Any] = {}
-    for episode in episodes:
+    """Join the datasets of fields of all episodes, whose datasets have equal lengths. ``first`` reads the first one."""
+    readers, starts = [first], list[dict[str, int]]([{}])
+    types = {name: file[field.dataset].id.get_type() for name, field in first.fields.items()}
+    for episode in episodes[1:]:
         fields = {name: episode[name] for name in patterns}
-        alike = _open_like_first(readers[0], types, handle, fields) if readers else None
+        alike = _open_like_first(first, types, file, fields)
         if alike is None:
-            datasets = {field: FrameDataset(dataset, decoder) for field, dataset in fields.items()}
-            how: dict[str, Any] = {"trusted": trusted, "checksums": checksums, "decode": decode}
-            alike = H5Reader(file, datasets, **how, file=handle), {}
-            types = types or {name: handle[field.dataset].id.get_type() for name, field in alike[0].fields.items()}
+            datasets = {name: FrameDataset(dataset, wanted.decoder) for name, dataset in fields.items()}
+            alike = H5Reader(first.path, datasets, **wanted.how, file=file), {}
         readers.append(alike[0])
         starts.append(alike[1])
-    joined = EpisodeFile(FileSet(readers, file), patterns, names)
+    joined = EpisodeFile(FileSet(readers, first.path), patterns, names)
     rows = [field for field in patterns if not isinstance(joined.fields[field], EncodedField)]
     joined.starts_of = {field: np.array([each.get(field, -1) for each in starts]) for field in rows}
     return joined
@@ -297,7 +295,7 @@ def _open_like_first(
     """
     fields: dict[str, Field | RaggedField] = {}
     places: dict[str, int] = {}
-    if first.decode:  # each dataset may be packed in another way
+    if first.decode or first.sums:  # each dataset may be packed in another way, and has its own checksums
         return None
     for name, dataset in datasets.items():
         item, model = follow(h5py.h5g.open(file.id, b"/"), dataset), first.fields[name]
@@ -318,8 +316,4 @@ def _open_like_first(
         fields[name] = replace(model, dataset=dataset, grid=replace(model.grid, shape=shape))
     if len({field.grid.shape[0] for field in fields.values()}) > 1:
         return None
-    reader = copy(first)
-    reader.fields, reader.main = fields, fields[first.main.name]
-    reader.num_samples = reader.main.grid.shape[0]
-    reader.starts = np.array([0, reader.num_samples])
-    return reader, places
+    return first.with_fields(fields), places

@@ -9,7 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions, list_url, open_urls
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.hdf5.lookalike import describe_lookalike
 from h5chunk.store.hdf5.patterns import natural
-from h5chunk.store.read.checksums import FIRST, OFF
+from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.field_readers import read_rows
 from h5chunk.store.read.fields import SAMPLE_NUMBER, Stored
 from h5chunk.store.read.fileset import FileSet
@@ -31,7 +31,7 @@ from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.source import Source
 from h5chunk.store.read.tables import ROW_IDS, SOURCE_NAMES, decoded, values_of_samples
-from h5chunk.urls import PATTERN, is_cut_url, is_url, local_copy_of, parse
+from h5chunk.urls import PATTERN, is_cut_url, is_url, parse
 
 OnePath = str | os.PathLike[str]
 Paths = OnePath | Sequence[OnePath]
@@ -160,23 +160,27 @@ def reopen_with_fields(reader: Source, fields: Mapping[str, str]) -> Source:
 
 def _open(files: list[Path], fields: Stored | None, name: Path, trusted: bool, checksums: str, decode: str) -> Source:
     """Open files. Untrusted files are first opened in a child process, because they may crash HDF5."""
-    if checksums == OFF and any(mirror.keeps for mirror in map(local_copy_of, files) if mirror is not None):
-        with suppress(OptionError):  # a file has no checksums
-            return _open(files, fields, name, trusted, FIRST, decode)
     options: dict[str, Any] = {"trusted": trusted, "checksums": checksums, "decode": decode}
     tried: dict[Path, H5Reader] = {}
     if trusted is False:
-        try:
+        with in_one_file(files, fields):
             tried = try_files(files, _read_metadata, fields, options, purpose=(repr(fields), checksums, decode))
-        except FieldError as error:
-            if len(files) == 1 or fields is None or "has no dataset" not in str(error):
-                raise
-            remedy = f"if each file has other fields of the same samples, pass the file of each field: {MAPPING}"
-            raise FieldError(f"{error}; {remedy}") from None
     readers = [tried.get(file) or H5Reader(file, fields, **options) for file in files]
     if reason := readers[0].why_no_labels:
         warnings.warn(f"{reason}; batches have no labels", stacklevel=4)
     return readers[0] if len(readers) == 1 else FileSet(readers, name)
+
+
+@contextmanager
+def in_one_file(files: Sequence[Path], fields: Stored | None) -> Iterator[None]:
+    """Add a remedy to the error for a dataset that a file lacks, if it may be in another file."""
+    try:
+        yield
+    except FieldError as error:
+        if len(files) == 1 or fields is None or "has no dataset" not in str(error):
+            raise
+        remedy = f"if each file has other fields of the same samples, pass the file of each field: {MAPPING}"
+        raise FieldError(f"{error}; {remedy}") from None
 
 
 def _read_metadata(path: Path, fields: Stored | None, options: Mapping[str, Any]) -> H5Reader:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,24 +14,18 @@ from h5chunk.paths import check_path
 from h5chunk.plan.episodes import ends_of_flags
 from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions
 from h5chunk.store.hdf5.attributes import join_columns
-from h5chunk.store.hdf5.child import call_each, in_child
-from h5chunk.store.hdf5.chunk_table import keep_tables
-from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import opened
+from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.hdf5.patterns import parse
 from h5chunk.store.read.episodes import (
+    ONE_RULE,
     EpisodeFields,
     EpisodeFile,
-    OpenedEpisodes,
-    attribute_of,
     open_episodes,
-    read_constant,
 )
 from h5chunk.store.read.field_readers import read_rows
 from h5chunk.store.read.fields import FrameDataset, FrameDecoder
-from h5chunk.store.read.files import Paths, check_shards, list_data_files, open_joined, open_reader
+from h5chunk.store.read.files import Paths, check_shards, in_one_file, list_data_files, open_joined, open_reader
 from h5chunk.store.read.fileset import FileSet
-from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.source import Source
 from h5chunk.store.read.windows import Episodes
 
@@ -69,7 +63,7 @@ def open_frames(
                 "episodes (with a *): pass a path for all fields"
             )
         datasets = {name: FrameDataset(fields[name], decoder) for name in fields}
-        joined = open_joined(path, datasets, trusted=trusted, checksums=checksums, remote=remote)
+        joined = open_joined(path, datasets, trusted=trusted, checksums=checksums, remote=remote, decode=decode)
         borders, _ = find_borders(joined, tables, trusted)
         for each in fields if not tables else ():
             if not np.array_equal(joined.part_of(each).starts, joined.starts):
@@ -79,149 +73,66 @@ def open_frames(
                 )
         numbers = [*map(str, range(len(borders) - 1))]
         return Episodes([joined], borders, numbers if tables else episode_names(joined), {})
-    of_rows = {name: path for name, path in fields.items() if name not in constants}
+    rows = parse("fields", {name: path for name, path in fields.items() if name not in constants})
     alone = {name: parse("fields", {name: fields[name]})[name] for name in fields if name in constants}
-    wanted = EpisodeFields(parse("fields", of_rows), alone, attributes, decode)
+    how = {"trusted": trusted, "checksums": checksums, "decode": decode}
+    wanted = EpisodeFields(rows, alone, attributes, decoder, how)
     files = list_data_files(path, remote)
     check_shards(path)
-    if any(pattern.stars for pattern in wanted.rows.values()):
-        of_files: list[OpenedEpisodes] = _each_file(files, trusted, _open_one, wanted, decoder, trusted, checksums)
-        kinds = [[sorted(source.fields) for source in each.sources] for each in of_files]
-        for file, own in zip(files, kinds, strict=True):
-            if own != kinds[0]:
-                raise FieldError(
-                    f"{printable(file)}: other fields have a last frame more than the others than in "
-                    f"{printable(files[0])}: {_one_rule()}"
-                )
-        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        name = Path(f"{shown(files[0])}{more}")
-        sources: list[Source] = [
-            own[0] if len(own) == 1 else FileSet(own, name)
-            for own in zip(*(each.sources for each in of_files), strict=True)
-        ]
-        borders, names = borders_of(sources[0]), episode_names(sources[0])
-        check_extra(sources, [borders_of(source) for source in sources], names)
-        values = {
-            name: [value for each in of_files for value in each.values[name]] for name in of_files[0].fields.others
-        }
-        return Episodes(sources, borders, names, _joined(values, wanted.attributes, names))
-
-    def open_rows(names: Iterable[str]) -> Source:
-        datasets = {name: FrameDataset(fields[name], decoder) for name in names}
-        return open_reader(path, datasets, trusted=trusted, checksums=checksums, decode=decode, remote=remote)
-
-    try:
-        sources = [open_rows(of_rows)]
-    except FieldError as error:
-        try:
-            lengths = _each_file(files[:1], trusted, _lengths_of, wanted, fields, decoder, trusted)[0]
-        except FieldError:  # fields that do not differ in length are wrong, too
-            raise error from None
-        scalars = {name: wanted.rows[name] for name in of_rows if lengths[name] < 0}
-        if not scalars and len({*lengths.values()}) == 1:
-            raise
-        wanted = wanted._replace(constants={**alone, **scalars})
-        lengths = {name: length for name, length in lengths.items() if length >= 0}
-        if not lengths:
-            raise OptionError("fields has no dataset with a row per time step: name one, such as the actions") from None
-        if 2 * min(lengths.values()) < max(lengths.values()):  # more than one frame per episode
-            listed = ", ".join(f"{fields[name]!r} has {length}" for name, length in [*lengths.items()][:8])
-            raise FieldError(f"{printable(files[0])}: fields differ in length ({listed}): {_one_rule()}") from None
-        sources = [
-            open_rows(name for name, length in lengths.items() if length == each)
-            for each in sorted({*lengths.values()})
-        ]
+    with in_one_file(files, fields):
+        tried = {} if trusted else try_files(files, open_episodes, wanted, purpose=repr(wanted))
+        of_files = [tried.get(file) or open_episodes(file, wanted) for file in files]
+    kinds = [[sorted(source.fields) for source in each.sources] for each in of_files]
+    for file, own in zip(files, kinds, strict=True):
+        if own != kinds[0]:
+            raise FieldError(
+                f"{printable(file)}: other fields have a last frame more than the others than in "
+                f"{printable(files[0])}: {ONE_RULE}"
+            )
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    name = Path(f"{shown(files[0])}{more}")
+    sources: list[Source] = [
+        own[0] if len(own) == 1 else FileSet(own, name)
+        for own in zip(*(each.sources for each in of_files), strict=True)
+    ]
     borders, in_files = find_borders(sources[0], tables, trusted)
+    _check_lengths(sources, np.diff(in_files) if tables else 1)
     names = [*map(str, range(len(borders) - 1))] if tables else episode_names(sources[0])
-    _check_rows(sources, in_files)
-
-    of_file = _each_file(files, trusted, _read_all, wanted, trusted) if wanted.others else []
-    by_name: dict[str, list[np.ndarray]] = {name: [] for name in wanted.others}
-    for file, found, (first, last) in zip(files, of_file, pairwise(in_files.tolist()), strict=False):
-        for name, value in found.items():
-            if not tables or not value.shape:
-                by_name[name] += [value] * (last - first)
-                continue
-            if len(value) != last - first:
-                raise FieldError(
-                    f"{printable(file)}: {fields[name]!r} has {count_text(len(value), 'row')}, but there are "
-                    f"{count_text(last - first, 'episode')}: a constant needs one row per episode, or no axes"
-                )
-            by_name[name] += list(value)
-    return Episodes(sources, borders, names, _joined(by_name, wanted.attributes, names))
+    values: dict[str, list[np.ndarray]] = {}
+    for file, opened, count in zip(files, of_files, np.diff(in_files).tolist(), strict=True):
+        for field, found in opened.values.items():
+            values.setdefault(field, []).extend(
+                _of_episodes(found[0], count, f"{printable(file)}: {fields[field]!r}") if tables else found
+            )
+    return Episodes(sources, borders, names, _joined(values, attributes, names))
 
 
-def _each_file(files: Sequence[Path], trusted: bool, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call ``work(file, *arguments)`` for each file, in a child process if the files are not trusted."""
-    if trusted:
-        return [work(file, *arguments) for file in files]
-    found, tables = in_child(files[0], call_each, files, work, arguments)
-    keep_tables(tables)
-    return found
+def _of_episodes(value: np.ndarray, count: int, where: str) -> list[np.ndarray]:
+    """Divide the value of a constant in a file among the episodes of the file."""
+    if value.shape and len(value) != count:
+        raise FieldError(
+            f"{where} has {count_text(len(value), 'row')}, but there are {count_text(count, 'episode')}: a constant "
+            "needs one row per episode, or no axes"
+        )
+    return list(value) if value.shape else [value] * count
 
 
-def _open_one(
-    file: Path, wanted: EpisodeFields, decoder: FrameDecoder, trusted: bool, checksums: str
-) -> OpenedEpisodes:
-    return open_episodes(file, wanted, decoder, trusted, checksums)
+def _check_lengths(sources: Sequence[Source], episodes: np.ndarray | int) -> None:
+    """Raise FieldError unless the second source has one frame more than the first per episode, and is the last.
 
-
-def _lengths_of(
-    file: Path, wanted: EpisodeFields, fields: Mapping[str, str], decoder: FrameDecoder, trusted: bool
-) -> dict[str, int]:
-    """Return the number of rows of each field of a file, or -1 for a dataset without axes."""
-    with opened(file) as handle:
-        kept = wanted.sorted_by(handle, Guard(file, trusted), str)
-        own = {
-            name: H5Reader(file, {name: FrameDataset(fields[name], decoder)}, trusted=trusted, file=handle)
-            for name in kept.rows
-        }
-    return {name: own[name].num_samples if name in own else -1 for name in wanted.rows}
-
-
-def _read_all(file: Path, wanted: EpisodeFields, trusted: bool) -> dict[str, np.ndarray]:
-    """Read the constants and the attributes of the episodes of a file."""
-    with opened(file) as handle:
-        guard = Guard(file, trusted)
-        found = {
-            name: read_constant(handle, guard, str(each), wanted.decode) for name, each in wanted.constants.items()
-        }
-        for name, default in wanted.attributes.items():
-            found[name] = attribute_of(handle["/"], "/", name, default, file)
-    return found
-
-
-def _one_rule() -> str:
-    return (
-        "a field may have one frame more than the others at the end of every episode, such as a last observation; name "
-        "fields that have one value per episode in constants=[...]"
-    )
-
-
-def check_extra(sources: Sequence[Source], borders: Sequence[np.ndarray], names: Sequence[str]) -> None:
-    """Raise FieldError unless the second source has one frame more than the first in every episode, and is the last."""
-    for extra, (source, own) in enumerate(zip(sources, borders, strict=True)):
-        odd = np.flatnonzero(np.diff(own) != np.diff(borders[0]) + extra)
+    Each match of ``*``, or else each file, has so many ``episodes``.
+    """
+    lengths = [np.diff(find_borders(source, {}, False)[0]) for source in sources]
+    for extra, (source, own) in enumerate(zip(sources, lengths, strict=True)):
+        odd = np.flatnonzero(own != lengths[0] + extra * episodes)
         if len(odd) or extra > 1:
-            number = odd[0] if len(odd) else 0
+            number = int(odd[0]) if len(odd) else 0
             listed = ", ".join(
-                f"{each.main.name!r} has {int(np.diff(of)[number])}" for each, of in zip(sources, borders, strict=True)
+                f"{each.main.name!r} has {int(of[number])}" for each, of in zip(sources, lengths, strict=True)
             )
             raise FieldError(
-                f"{printable(source.path)}: fields differ in length in the episode {printable(names[number])!r} "
-                f"({listed}): {_one_rule()}"
-            )
-
-
-def _check_rows(sources: Sequence[Source], in_files: np.ndarray) -> None:
-    """Raise FieldError unless the second source has one row more for each episode of a file, and is the last one."""
-    for extra, source in enumerate(sources):
-        more = np.diff(source.starts) - np.diff(sources[0].starts) - extra * np.diff(in_files)
-        if more.any() or extra > 1:
-            number = int(np.flatnonzero(more)[0]) if more.any() else 0
-            listed = ", ".join(f"{each.main.name!r} has {int(np.diff(each.starts)[number])}" for each in sources)
-            raise FieldError(
-                f"{printable(source.readers[number].path)}: fields differ in length ({listed}): {_one_rule()}"
+                f"{printable(source.path)}: fields differ in length in {printable(episode_names(source)[number])!r} "
+                f"({listed}): {ONE_RULE}"
             )
 
 
@@ -256,22 +167,18 @@ def episode_names(frames: Source) -> list[str]:
     ]
 
 
-def borders_of(frames: Source) -> np.ndarray:
-    """Return the first row of each episode, and finally the number of rows: (num_episodes + 1,) int64."""
-    starts = zip(frames.starts.tolist(), frames.readers, strict=False)
-    own = [start + (each.episodes if isinstance(each, EpisodeFile) else each).starts[:-1] for start, each in starts]
-    return np.concatenate([*own, frames.starts[-1:]])
-
-
 def find_borders(frames: Source, tables: Mapping[str, Sequence[Table]], trusted: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the borders of episodes, in the form that `borders_of` returns, and the first episode of each file.
+    """Return the first row of each episode and finally the number of rows, (num_episodes + 1,) int64.
 
-    The latter ends with the number of episodes: (num_files + 1,) int64. Without tables, each file is an episode.
+    Also return the first episode of each file, and finally the number of episodes: (num_files + 1,) int64. Without
+    tables, each match of ``*`` is an episode, or else each file.
 
     ``tables`` has at most one kind of tables: "lengths" of episodes, "offsets" (their first rows), or "ends", which
     mark their last rows. An array has the values of all files.
     """
     found = [np.zeros(1, np.int64)]
+    for start, reader in zip(frames.starts.tolist(), frames.readers, strict=False) if not tables else ():
+        found.append(start + (reader.episodes if isinstance(reader, EpisodeFile) else reader).starts[1:])
     for kind, given in tables.items():
         whole = [each for each in given if not isinstance(each, str)]
         if whole and (kind != ENDS or len(whole[0]) != frames.num_samples):  # a table of the episodes of all files
@@ -290,8 +197,7 @@ def find_borders(frames: Source, tables: Mapping[str, Sequence[Table]], trusted:
                 for each in given
             ]
             found.append(start + _ends(kind, values, stop - start))
-        return np.concatenate(found), np.cumsum([0, *(len(each) for each in found[1:])])
-    return frames.starts, np.arange(len(frames.starts))
+    return np.concatenate(found), np.cumsum([0, *map(len, found[1:])])
 
 
 def _read_table(reader: Source, dataset: str, trusted: bool) -> np.ndarray:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -43,22 +44,25 @@ from h5chunk.store.read.vlen import VlenField, read_pointers, vlen_indptr
 LABELS = "labels"
 
 
-def _of_one_length(fields: Collection[Field | RaggedField]) -> str:
-    """Return the remedy for fields that differ in length."""
+def _check_lengths(path: Path, fields: Collection[Field | RaggedField]) -> None:
+    """Raise FieldError if fields differ in length."""
     shapes = [field.grid.shape for field in fields]
+    if len({shape[0] for shape in shapes}) == 1:
+        return
+    listed = ", ".join(f"{field.dataset!r} has {field.grid.shape[0]}" for field in fields)
+    longest = max(fields, key=lambda field: field.grid.shape[0])
+    remedy = (
+        "name fields of one length; if each sample is a run of rows, name the dataset of their offsets, as in "
+        f"offsets={{{longest.name!r}: 'DATASET'}}; if only the first rows belong to samples, copy these: "
+        f"file['NEW'] = file[{longest.dataset!r}][:{min(shape[0] for shape in shapes)}]"
+    )
     if len({shape[-1] for shape in shapes}) == 1 and max(map(len, shapes)) > 1:
-        return (
+        remedy = (
             "name fields of one length; the last axes are equal, so if the samples are along these, as in files of "
             "MATLAB, pass sample_axis=-1, or an axis for each of some fields, as in sample_axis={'images': -1} (for "
             "commands, make transposed copies, file['NEW'] = file['OLD'][:].T)"
         )
-    shortest = min(shape[0] for shape in shapes)
-    longest = max(fields, key=lambda field: field.grid.shape[0])
-    return (
-        "name fields of one length; if each sample is a run of rows, name the dataset of their offsets, as in "
-        f"offsets={{{longest.name!r}: 'DATASET'}}; if only the first rows belong to samples, copy these: "
-        f"file['NEW'] = file[{longest.dataset!r}][:{shortest}]"
-    )
+    raise FieldError(f"{printable(path)}: fields differ in length ({listed}): {remedy}")
 
 
 class H5Reader(Source):
@@ -113,18 +117,28 @@ class H5Reader(Source):
                         raise
                     self.why_no_labels = str(error)
             sums = read_sums(file, path, found, header, checksums)
-            if is_default and sums and (lost := lost_fields(file)):
+            if is_default and checksums != OFF and (lost := lost_fields(file)):
                 raise OptionError(
                     f"checksums is {checksums!r}, but {printable(path)} has checksums of {printable(lost[0])!r}, "
                     "which does not exist: give the field its name back, or name the fields to read (fields=[...])"
                 )
-        lengths = {name: field.grid.shape[0] for name, field in found.items()}
-        if are_alike and len(set(lengths.values())) > 1:
-            listed = ", ".join(f"{found[name].dataset!r} has {length}" for name, length in lengths.items())
-            raise FieldError(f"{printable(path)}: fields differ in length ({listed}): {_of_one_length(found.values())}")
+        if are_alike:
+            _check_lengths(path, found.values())
         how: dict[str, Any] = {"trusted": trusted, "checksums": checksums, "sums": sums}
-        super().__init__(path, found, next(iter(lengths.values())), stamp=stamp, header=header, is_rows=True, **how)
+        num_samples = next(iter(found.values())).grid.shape[0]
+        super().__init__(path, found, num_samples, stamp=stamp, header=header, is_rows=True, **how)
         self.decode = decode
+
+    def with_fields(self, fields: Mapping[str, Field | RaggedField]) -> H5Reader:
+        """Return a reader of other fields of the same file. Raises FieldError if they differ in length."""
+        _check_lengths(self.path, fields.values())
+        other = copy(self)
+        how: dict[str, Any] = {"trusted": self.trusted, "checksums": self.checksums, "sums": self.sums}
+        num_samples = next(iter(fields.values())).grid.shape[0]
+        Source.__init__(
+            other, self.path, fields, num_samples, stamp=self.stamp, header=self.header, is_rows=True, **how
+        )
+        return other
 
     @cached_property
     def fingerprint(self) -> int:
