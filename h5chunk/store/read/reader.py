@@ -25,7 +25,7 @@ from h5chunk.store.format.header import checksums_of, lost_fields, read_header
 from h5chunk.store.hdf5.chunk_table import list_chunks
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import descriptor_of, opened
-from h5chunk.store.read.checksums import OFF, ChunkChecks, read_sums
+from h5chunk.store.read.checksums import FIRST, OFF, ChunkChecks, read_sums
 from h5chunk.store.read.encoded import describe
 from h5chunk.store.read.field_readers import field_readers
 from h5chunk.store.read.fields import AlongAxis, Field, FrameDataset, Stored, default_fields, with_members
@@ -124,6 +124,7 @@ class H5Reader(Source):
                 )
         if are_alike:
             _check_lengths(path, found.values())
+        checksums = FIRST if sums and checksums == OFF else checksums
         how: dict[str, Any] = {"trusted": trusted, "checksums": checksums, "sums": sums}
         num_samples = next(iter(found.values())).grid.shape[0]
         super().__init__(path, found, num_samples, stamp=stamp, header=header, is_rows=True, **how)
