@@ -355,13 +355,18 @@ def leaves_out_user_block() -> bool:
     return memory.getvalue().find(PROBE) == listed[0].byte_offset + PROBE_BLOCK
 
 
+def left_out_of_offsets(file: h5py.File) -> int:
+    """Return the number of bytes by which the offsets are too small that HDF5 lists for the chunks of a file."""
+    block = int(file.userblock_size)
+    return block if block and leaves_out_user_block() else 0
+
+
 def _list_index(dataset: h5py.Dataset, name: str) -> ChunkTable:
     chunks = dataset.chunks
     table = ChunkTable.unwritten(dataset.shape, chunks)
     grid = _grid(dataset.shape, chunks)
     strides = np.array([math.prod(grid[axis + 1 :]) for axis in range(len(grid))], np.int64)
-    block = dataset.file.userblock_size
-    missing = block if block and leaves_out_user_block() else 0
+    missing = left_out_of_offsets(dataset.file)
     numbers: list[int] = []  # values of many chunks, because storing them together is faster than one by one
 
     def add(chunk: h5py.h5d.StoreInfo) -> None:

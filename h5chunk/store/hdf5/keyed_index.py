@@ -4,13 +4,13 @@ An index is stored as ``NAME.h5chunk-index-KEY.npz`` next to a file, or as ``.h5
 all files have in common. It is an ordinary .npz file, whose CRC-32 checksums show damage, with these arrays:
 
 - ``header``, bytes of a JSON object: ``version``; ``made_for``, the patterns, attributes and trust; ``files``, their
-  paths relative to the folder; and ``fields``, the name, dtype, kinds of storage, member and names of the values of
-  each field.
+  paths relative to the folder; and ``fields``, the name, kinds of storage, member and names of the values of each
+  field.
 - ``stamps``, (files, 3): the size and modification time of each file, and the CRC-32 of some of its bytes.
 - ``starts``, (files + 1,): the first sample of each file.
 - ``names``, bytes, and ``ends``, (n,): the keys of all samples one after another, and the end of each.
 - ``column NAME``, (n, ...): the values of an attribute, or of a field of strings of variable length.
-- ``FIELD ARRAY`` with the number of a field: the arrays of `FieldIndex`.
+- ``FIELD ARRAY`` with the number of a field: the arrays of `FieldIndex`, and ``dtype``, without values, for its dtype.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,15 +40,15 @@ from h5chunk.remote.mirror import NO_OPTIONS
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.attributes import join_columns
 from h5chunk.store.hdf5.patterns import fill
-from h5chunk.store.hdf5.types import dtype_of_name, name_of_dtype
+from h5chunk.store.hdf5.types import NARROW_FLOATS
 from h5chunk.urls import local_copy_of, stable, url_of
 
-VERSION = 5
+VERSION = 6
 LOOKED_AT, LOOK_BYTES = 16, 4 << 10  # number of the pieces of a file that its stamp covers, and their size
 STAMP_THREADS, STAMP_FILES = 16, 256  # that read stamps, and the files that each reads at once
 MAX_BYTES = 1 << 62  # limit on the total size of a field's samples, and on offsets
 THROUGH_HDF5, CONTIGUOUS = -1, 0  # kinds of storage: the latter is that of bytes as in memory; others follow
-ARRAYS = {"shapes": "<i8", "kinds": "<i4", "first": "<i8", "offsets": "<i8", "sizes": "<i8", "masks": "<u4"}
+ARRAYS = {"shapes": "<i8", "kinds": "<i4", "offsets": "<i8", "sizes": "<i8", "masks": "<u4"}
 
 
 class Wanted(NamedTuple):
@@ -84,23 +85,21 @@ class Wanted(NamedTuple):
 class FieldIndex:
     """The stored blocks of the samples of one field.
 
-    A block is a chunk, or all values of a contiguous sample. ``shapes``, (n, axes), is the shape of each sample, with
-    the axes of array types; ``kinds``, (n,), is `THROUGH_HDF5`, `CONTIGUOUS`, or 1 + the index of a description in
-    ``coded``; and ``first``, (n,), is the sample's first block in ``offsets``, ``sizes`` (in the file) and ``masks``
-    (of skipped filters). The blocks of a sample are in the order of their places in it; samples without values, or that
-    only HDF5 can read, have none. ``member`` has the names that lead to a member of a compound type, and ``names``
-    those of the values of an enumeration.
+    A block is a chunk, or all values of a contiguous sample, or of one that only HDF5 can read. ``shapes``, (n, axes),
+    is the shape of each sample, with the axes of array types, and ``kinds``, (n,), is `THROUGH_HDF5`, `CONTIGUOUS`, or
+    1 + the index of a description in ``coded``. The blocks of a sample follow those of the sample before it, in the
+    order of their places in it; samples without values have none. ``offsets`` (-1 for `THROUGH_HDF5`), ``sizes`` (in
+    the file) and ``masks`` (of skipped filters) have one element for each block. ``member`` has the names that lead to
+    a member of a compound type, and ``names`` those of the values of an enumeration.
 
-    A description has the shape of a chunk, which is empty for contiguous samples; whether partial chunks have no
-    filters, and the filters; and the size of an element in the file and in memory, and a text that identifies its type
-    in the file and its packing, which is empty if the element is stored as in memory.
+    A description has the shape of a chunk, which is empty for contiguous samples; the size of an element in the file
+    and in memory; and a text that identifies the filters, the type in the file and its packing.
     """
 
     dtype: np.dtype
-    coded: list[Any]  # [chunk shape, [has plain partial chunks, filters], [stored bytes, bytes in memory, type]]
+    coded: list[Any]  # [chunk shape, stored bytes, bytes in memory, text]
     shapes: np.ndarray
     kinds: np.ndarray
-    first: np.ndarray
     offsets: np.ndarray
     sizes: np.ndarray
     masks: np.ndarray
@@ -140,46 +139,51 @@ class FieldIndex:
 
     def num_blocks(self) -> np.ndarray:
         """Return the number of blocks of each sample: (n,) int64."""
-        along = -(-self.shapes // np.maximum(self.block_shapes(), 1))
-        return np.where(self.kinds == THROUGH_HDF5, 0, along.prod(1, dtype=np.int64))
+        return (-(-self.shapes // np.maximum(self.block_shapes(), 1))).prod(1, dtype=np.int64)
+
+    @cached_property
+    def first(self) -> np.ndarray:
+        """The first block of each sample: (n,) int64."""
+        counts = self.num_blocks()
+        return np.cumsum(counts) - counts
 
     def take(self, rows: np.ndarray) -> FieldIndex:
         """Return the index of some samples, with only their blocks."""
-        counts = np.diff(self.first, append=len(self.offsets))[rows]
-        first, blocks = np.cumsum(counts) - counts, _runs(self.first[rows], counts)
+        blocks = runs(self.first[rows], self.num_blocks()[rows])
         own: dict[str, Any] = {name: getattr(self, name)[blocks] for name in ("offsets", "sizes", "masks")}
-        return replace(self, shapes=self.shapes[rows], kinds=self.kinds[rows], first=first, **own)
+        return replace(self, shapes=self.shapes[rows], kinds=self.kinds[rows], **own)
 
     def check(self, num_samples: int) -> None:
         """Raise ValueError if arrays do not fit each other, so that reading them could leave memory."""
-        if self.shapes.ndim != 2 or not num_samples == len(self.shapes) == len(self.kinds) == len(self.first):
+        if self.shapes.ndim != 2 or not num_samples == len(self.shapes) == len(self.kinds):
             raise ValueError("arrays differ in length")
-        if self.dtype.hasobject or not self.dtype.itemsize or not self.dtype.isnative:
+        if not self.dtype.isnative or (self.dtype.kind not in "biufcS" and self.dtype not in NARROW_FLOATS.values()):
             raise ValueError("impossible type")
         sizes = self.shapes.astype(np.float64).prod(1) * self.dtype.itemsize
         if (self.shapes < 0).any() or sizes.sum() >= MAX_BYTES or (self.shapes[:, 1:] != self.shapes[:1, 1:]).any():
             raise ValueError("impossible shapes")
         if ((self.kinds < THROUGH_HDF5) | (self.kinds > len(self.coded))).any():
             raise ValueError("unknown kinds of storage")
-        for chunk, _, (*sizes_of_element, _) in self.coded:
+        for chunk, *element_bytes, _ in self.coded:
             if len(chunk) not in (0, self.shapes.shape[1]) or any(
-                type(side) is not int or not 0 < side < 1 << 40 for side in (*chunk, *sizes_of_element)
+                type(side) is not int or not 0 < side < 1 << 40 for side in (*chunk, *element_bytes)
             ):
                 raise ValueError("impossible chunks")
-        for array in (self.offsets, self.sizes):
-            if len(array) != len(self.masks) or ((array < 0) | (array >= MAX_BYTES)).any():
-                raise ValueError("impossible blocks")
-        ends = np.cumsum(self.num_blocks())
-        if (self.first != ends - self.num_blocks()).any() or ends[-1] != len(self.offsets):
+        counts = self.num_blocks()
+        if not counts.sum() == len(self.offsets) == len(self.sizes) == len(self.masks):
             raise ValueError("blocks that are not listed")
-        facts = [(1, 1, True), *((*sizes_of[:2], not chunk) for chunk, _, sizes_of in self.coded)]
-        for kind, (stored, in_memory, is_contiguous) in enumerate(facts):
-            own = np.flatnonzero((self.kinds == kind) & (self.num_blocks() > 0))
-            if is_contiguous and (self.sizes[self.first[own]] * in_memory != self.sample_bytes()[own] * stored).any():
+        through = np.repeat(self.kinds == THROUGH_HDF5, counts)
+        if ((self.offsets < 0) != through).any() or max(
+            self.offsets.max(initial=0), self.sizes.max(initial=0)
+        ) >= MAX_BYTES:
+            raise ValueError("impossible blocks")
+        for kind, (chunk, stored, in_memory, _) in enumerate([([], 1, 1, ""), *self.coded]):
+            own = np.flatnonzero((self.kinds == kind) & (counts > 0))
+            if not chunk and (self.sizes[self.first[own]] * in_memory != self.sample_bytes()[own] * stored).any():
                 raise ValueError("shapes that differ from the stored bytes")
 
 
-def _runs(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def runs(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the numbers first, first + 1, ... of each run, one run after another: (sum of counts,) int64."""
     # the n-th number of a run is n more than its first one, in the result and in what it refers to
     return np.arange(counts.sum()) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
@@ -213,9 +217,9 @@ class KeyedIndex(NamedTuple):
         if list(files) == list(range(len(self.starts) - 1)):
             return self
         starts = np.cumsum([0, *np.diff(self.starts)[list(files)].tolist()])
-        rows = _runs(self.starts[list(files)], np.diff(starts))
+        rows = runs(self.starts[list(files)], np.diff(starts))
         lengths = np.diff(self.ends, prepend=0)[rows]
-        ends, letters = np.cumsum(lengths), _runs(self.ends[rows] - lengths, lengths)
+        ends, letters = np.cumsum(lengths), runs(self.ends[rows] - lengths, lengths)
         fields = {name: field.take(rows) for name, field in self.fields.items()}
         return KeyedIndex(
             self.names[letters], ends, fields, {name: column[rows] for name, column in self.columns.items()}, starts
@@ -265,8 +269,6 @@ def joined(parts: Sequence[KeyedIndex], wanted: Wanted) -> KeyedIndex:
         for kind in (kind for field in own for kind in field.coded):
             coded.setdefault(repr(kind), (len(coded) + 1, kind))
         arrays: dict[str, list[np.ndarray]] = {array: [getattr(field, array) for field in own] for array in ARRAYS}
-        num_blocks = np.cumsum([0, *(len(field.offsets) for field in own)])
-        arrays["first"] = [field.first + before for field, before in zip(own, num_blocks, strict=False)]
         for number, field in enumerate(own):
             numbers = [THROUGH_HDF5, CONTIGUOUS, *(coded[repr(kind)][0] for kind in field.coded)]
             arrays["kinds"][number] = np.array(numbers, np.int32)[field.kinds + 1]
@@ -381,14 +383,14 @@ class StoredIndex:
         if header["version"] != VERSION or header["made_for"] != self._wanted.made_for():
             raise ValueError("made for other samples")
         fields = {}
-        for number, (name, dtype, coded, member, names) in enumerate(header["fields"]):
+        for number, (name, coded, member, names) in enumerate(header["fields"]):
             own = {array: arrays[f"{number} {array}"] for array in ARRAYS}
             if any(own[array].dtype != np.dtype(kind) for array, kind in ARRAYS.items()):
                 raise ValueError("impossible arrays")
             if own["shapes"].shape[0] == 1:  # all samples have the same shape
                 own["shapes"] = np.broadcast_to(own["shapes"], (len(own["kinds"]), own["shapes"].shape[1]))
             fields[name] = FieldIndex(
-                dtype_of_name(str(dtype)),
+                arrays[f"{number} dtype"].dtype,
                 coded,
                 **own,
                 member=tuple(map(str, member)),
@@ -409,8 +411,7 @@ class StoredIndex:
             "made_for": self._wanted.made_for(),
             "files": list(stamps),
             "fields": [
-                (name, name_of_dtype(field.dtype), field.coded, field.member, [*field.names.items()])
-                for name, field in index.fields.items()
+                (name, field.coded, field.member, [*field.names.items()]) for name, field in index.fields.items()
             ],
         }
         arrays: dict[str, Any] = {
@@ -421,6 +422,7 @@ class StoredIndex:
         arrays |= {f"column {name}": column for name, column in index.columns.items()}
         for number, field in enumerate(index.fields.values()):
             arrays |= {f"{number} {array}": getattr(field, array).astype(kind) for array, kind in ARRAYS.items()}
+            arrays[f"{number} dtype"] = np.empty(0, field.dtype)
             if (field.shapes == field.shapes[:1]).all():  # one row is enough
                 arrays[f"{number} shapes"] = arrays[f"{number} shapes"][:1]
         problems = []

@@ -8,7 +8,6 @@ Source: https://github.com/h5py/h5py/issues/2425 and 2174, which report such fil
 
 from __future__ import annotations
 
-import base64
 import math
 import os
 import warnings
@@ -16,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +31,7 @@ from h5chunk.store.hdf5.chunk_table import (
     impossible_sizes,
     is_listed_wrongly,
     is_variable,
-    leaves_out_user_block,
+    left_out_of_offsets,
     partial_chunks_are_plain,
 )
 from h5chunk.store.hdf5.guard import Guard
@@ -61,6 +59,9 @@ MAX_TEXT_BYTES = 64 << 10  # limit on strings of variable length, which the inde
 FETCHED = 500  # samples of a remote file whose metadata is fetched together, and between two reports of progress
 HEADER_BYTES = 4 << 10  # bytes after the start of an object header to search for a compact dataset's values
 
+StoredBlock = tuple[int, int, int]  # offset in the file, size and filter mask
+NO_PLACES: tuple[int, list[StoredBlock]] = THROUGH_HDF5, [(-1, 0, 0)]  # kind and block of a sample that HDF5 reads
+
 Report = Callable[[int, "int | None"], None]  # called with the number of listed samples, and the total
 Say = Callable[[int], None]  # sends the number of listed samples from a child process
 
@@ -69,7 +70,6 @@ class Keys(NamedTuple):
     """Samples of one file."""
 
     path: Path
-    all_hard: bool  # whether all links on the paths of the samples are hard
     keys: list[bytes]
 
 
@@ -126,7 +126,7 @@ def _list_files(named: Mapping[str, Path], wanted: Wanted, report: Report) -> Ke
         files = [*named.values()]
         keys = in_child(files[0], _list_keys, files, wanted)
     else:  # each file is a sample, whose key is its path without the suffix
-        keys = [Keys(path, True, [os.fsencode(os.path.splitext(name)[0])]) for name, path in named.items()]
+        keys = [Keys(path, [os.fsencode(os.path.splitext(name)[0])]) for name, path in named.items()]
     total = sum(len(each.keys) for each in keys)
     if empty := [each.path for each in keys if not each.keys]:
         before = wanted.outer.partition("*")[0].strip("/")
@@ -171,28 +171,19 @@ def _list_keys(files: Sequence[Path], wanted: Wanted) -> list[Keys]:
     groups = [group.strip("/") for group in wanted.outer.split("*")[:-1]]  # before each *
     found = []
     for path in files:
-        guard = Guard(path, wanted.trusted)
         with limited_memory(path, wanted.trusted), _without_keeping(path), opened(path) as file:
-            names: list[bytes] = []
-            kinds = {h5py.h5l.TYPE_HARD}
-            _walk(file["/"], groups, b"", guard, names, kinds)
-        found.append(Keys(path, kinds == {h5py.h5l.TYPE_HARD}, names))
+            found.append(Keys(path, [*_walk(file["/"], groups, b"", Guard(path, wanted.trusted))]))
     return found
 
 
-def _walk(start: h5py.Group, groups: list[str], key: bytes, guard: Guard, keys: list[bytes], kinds: set[int]) -> None:
-    """Append the keys of samples in the group ``groups[0]`` below another group, whose own key is ``key``."""
+def _walk(start: h5py.Group, groups: list[str], key: bytes, guard: Guard) -> Iterator[bytes]:
+    """Yield the keys of samples in the group ``groups[0]`` below another group, whose own key is ``key``."""
     group = guard.find(start, groups[0]) if groups[0] else start
     where = "/".join(filter(None, (start.name.strip("/"), groups[0])))
     if not isinstance(group, h5py.Group):
         raise FieldError(f"{printable(guard.path)} has no group {where!r}: run h5chunk info to list its datasets")
     names: list[bytes] = []
-
-    def note(name: bytes, link: Any) -> None:
-        names.append(name)
-        kinds.add(link.type)
-
-    group.id.links.iterate(note, info=True)
+    group.id.links.iterate(names.append)
     for name in names:
         try:
             text = name.decode()
@@ -201,9 +192,9 @@ def _walk(start: h5py.Group, groups: list[str], key: bytes, guard: Guard, keys: 
                 f"{printable(guard.path)}: the name {name!r} in {where!r} is not UTF-8: rename it"
             ) from None
         if not groups[1:]:
-            keys.append(key + name)
+            yield key + name
         elif isinstance(below := guard.find(group, text), h5py.Group):  # other objects have no samples
-            _walk(below, groups[1:], key + name + b"/", guard, keys, kinds)
+            yield from _walk(below, groups[1:], key + name + b"/", guard)
 
 
 def _list_part(say: Say, part: Sequence[Keys], wanted: Wanted) -> KeyedIndex:
@@ -211,9 +202,9 @@ def _list_part(say: Say, part: Sequence[Keys], wanted: Wanted) -> KeyedIndex:
     fields = {name: _FieldLister(name, wanted) for name in wanted.patterns}
     values: dict[str, list[Any]] = {name: [] for name in wanted.attributes}
     done = 0
-    for path, all_hard, keys in part:
+    for path, keys in part:
         with limited_memory(path, wanted.trusted), _without_keeping(path), opened(path) as file:
-            lister = _Lister(file, wanted, all_hard)
+            lister = _Lister(file, wanted)
             for field in fields.values():
                 field.enter(file, lister.guard)
             for start in range(0, len(keys), FETCHED):
@@ -253,8 +244,8 @@ def _without_keeping(path: Path) -> AbstractContextManager[None]:
 class _Lister:
     """Opens the datasets of the samples of one file, and reads their attributes."""
 
-    def __init__(self, file: h5py.File, wanted: Wanted, all_hard: bool) -> None:
-        self._file, self._wanted, self._all_hard = file, wanted, all_hard
+    def __init__(self, file: h5py.File, wanted: Wanted) -> None:
+        self._file, self._wanted = file, wanted
         self.guard = Guard(file.filename, wanted.trusted)
         self._inner = wanted.inner
         self._segments = wanted.outer.split("*")
@@ -270,9 +261,7 @@ class _Lister:
             if folder != self._folder[0]:
                 group = self.guard.find(self._file, folder)
                 self._folder, self._above = (folder, None if group is None else group.id), {}
-            item = (
-                h5py.h5o.open(self._folder[1], name.encode()) if self._all_hard else self._find(self._folder[1], name)
-            )
+            item = self._find(self._folder[1], name)
         where = f"{printable(self.guard.path)}{': sample ' if path else ''}{printable(path)}"
         owners = [item]  # the objects that may have the attributes
         for name, inner in self._inner.items():
@@ -332,6 +321,14 @@ class _Lister:
         return item
 
 
+class _Kind(NamedTuple):
+    """How samples are stored: their creation properties, which are None if they are contiguous, and description."""
+
+    properties: Any
+    partial_are_plain: bool  # whether partial chunks have no filters
+    description: list[Any]  # as in `FieldIndex`
+
+
 class _FieldLister:
     """Lists the blocks of the datasets of one field."""
 
@@ -340,20 +337,21 @@ class _FieldLister:
         self.path: str | None = None  # of the dataset in a sample, if the field is a member
         self.member: tuple[str, ...] = ()
         self._first: tuple[Any, tuple[int, ...]] | None = None  # type and shape
-        self._kinds: list[tuple[Any, list[Any]]] = []  # creation properties, and description
-        self._kinds_of: dict[Any, list[int]] = defaultdict(list)  # numbers of kinds, from 1, by chunk shape and type
+        self._kinds: list[_Kind] = []
+        self._alike: dict[Any, list[int]] = defaultdict(list)  # numbers of kinds, from 1, by chunk shape and type
         self.is_text, self.texts = False, list[bytes]()  # whether each sample is one string, which the index has
         self._pointers: dict[int, bytes] = {}  # by the number of the sample, of the strings in the heap of the file
         self._shapes: list[tuple[int, ...]] = []
         self._places: list[tuple[int, int, int]] = []  # kind, number of blocks, and size of the file
-        self._blocks: list[tuple[int, int, int]] = []  # offset, size and filter mask
+        self._blocks: list[StoredBlock] = []
         self.names: list[str] = []  # of the samples, in messages
 
     def enter(self, file: h5py.File, guard: Guard) -> None:
         """Continue with the datasets of another file."""
         self._file, self._guard = file, guard
         self._file_bytes = file.id.get_filesize()
-        self._has_block = bool(file.userblock_size)
+        self._user_block = file.userblock_size
+        self._left_out = left_out_of_offsets(file)
 
     def leave(self) -> None:
         """Read the strings in the heap of the file."""
@@ -412,7 +410,7 @@ class _FieldLister:
     def _set_element(self, dataset: h5py.Dataset, where: str) -> None:
         """Note how the elements of a sample are stored."""
         self._element = element_of(dataset, f"{where}: {self._name!r}", self.member, self._decode)
-        kind = base64.b85encode(dataset.id.get_type().encode()).decode()
+        kind = dataset.id.get_type().encode().hex()
         self._type = "" if self._element.is_plain else f"{kind} {self._element.packing or ''}"
 
     def _add_text(self, dataset: Any, where: str) -> None:
@@ -447,10 +445,9 @@ class _FieldLister:
         offsets, sizes, masks = blocks.T
         return FieldIndex(
             self._element.dtype,
-            [kind for _, kind in self._kinds],
+            [kind.description for kind in self._kinds],
             np.array(self._shapes, np.int64).reshape(len(kinds), -1),
             kinds.astype(np.int32),
-            np.cumsum(counts) - counts,
             offsets.copy(),
             sizes.copy(),
             masks.astype(np.uint32),
@@ -466,80 +463,87 @@ class _FieldLister:
         self._guard.check_field(h5py.Dataset(dataset), name.decode("utf-8", "backslashreplace").lstrip("/"))
         check_chunks(h5py.Dataset(dataset))
 
-    def _stored(self, dataset: Any, shape: tuple[int, ...], where: str) -> tuple[int, list[tuple[int, int, int]]]:
+    def _stored(self, dataset: Any, shape: tuple[int, ...], where: str) -> tuple[int, list[StoredBlock]]:
         """Return the kind and the blocks of a sample. Raises FileError if it extends beyond the end of the file."""
-        if not self._has_places:
-            self._check(dataset, where)
-            return THROUGH_HDF5, []
         num_bytes = math.prod(shape) * self._element.item_bytes
         if not num_bytes:
             return CONTIGUOUS, []
-        offset = dataset.get_offset() if not self._has_block or dataset.get_storage_size() else None
-        if offset is not None:
-            if not 0 <= offset <= self._file_bytes - num_bytes:
-                raise FileError(f"{where} is damaged: {self._name!r} extends beyond the end of the file")
-            if not self._type:
-                return CONTIGUOUS, [(offset, num_bytes, 0)]
-            alike = self._kinds_of[(), self._type]
-            if not alike:
-                alike.append(self._add_kind(None, [], [False, []]))
-            return alike[0], [(offset, num_bytes, 0)]
-        properties = dataset.get_create_plist()
-        layout = properties.get_layout()
-        if layout == h5py.h5d.CHUNKED and not (self._has_block and leaves_out_user_block()):
-            return self._chunked(dataset, shape, properties, where)
+        if self._has_places:
+            # without stored bytes, h5py would add the user block to an undefined offset
+            offset = dataset.get_offset() if not self._user_block or dataset.get_storage_size() else None
+            if offset is not None:
+                if not 0 <= offset <= self._file_bytes - num_bytes:
+                    raise FileError(f"{where} is damaged: {self._name!r} extends beyond the end of the file")
+                kind = CONTIGUOUS if not self._type else self._find_kind(None, ()) or self._add_kind(None, ())
+                return kind, [(offset, num_bytes, 0)]
+            properties = dataset.get_create_plist()
+            if properties.get_layout() == h5py.h5d.CHUNKED:
+                return self._chunked(dataset, shape, properties, where)
         self._check(dataset, where)
-        if layout == h5py.h5d.COMPACT and not self._has_block and not self._type:
+        if self._has_places and properties.get_layout() == h5py.h5d.COMPACT and not self._type:
             return self._compact(dataset)
-        return THROUGH_HDF5, []
+        return NO_PLACES
 
-    def _compact(self, dataset: Any) -> tuple[int, list[tuple[int, int, int]]]:
+    def _compact(self, dataset: Any) -> tuple[int, list[StoredBlock]]:
         """Find the values of a dataset in its object header. Any place with equal bytes is suitable."""
         values = np.empty(dataset.shape, self._element.dtype)
         dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
-        start = int(h5py.h5g.get_objinfo(dataset).objno[0])
+        start = int(h5py.h5g.get_objinfo(dataset).objno[0]) + self._user_block
         size, descriptor = min(values.nbytes + HEADER_BYTES, self._file_bytes - start), descriptor_of(self._file)
         with held(descriptor, np.array([start]), np.array([size])):
             found = os.pread(descriptor, size, start).find(values.tobytes())
-        return (THROUGH_HDF5, []) if found < 0 else (CONTIGUOUS, [(start + found, values.nbytes, 0)])
+        return NO_PLACES if found < 0 else (CONTIGUOUS, [(start + found, values.nbytes, 0)])
 
     def _chunked(
         self, dataset: Any, shape: tuple[int, ...], properties: Any, where: str
-    ) -> tuple[int, list[tuple[int, int, int]]]:
-        chunk = properties.get_chunk()  # H5Pequal does not compare its last axis
-        alike = self._kinds_of[chunk, self._type]
-        kind = next((number for number in alike if properties.equal(self._kinds[number - 1][0])), None)
-        is_wrong = is_listed_wrongly(h5py.Dataset(dataset))
-        found: dict[tuple[int, ...], tuple[int, int, int]] = {}
+    ) -> tuple[int, list[StoredBlock]]:
+        chunk = properties.get_chunk()
+        kind = self._find_kind(properties, chunk)
+        found: dict[tuple[int, ...], StoredBlock] = {}
 
         def note(stored: Any) -> None:
-            found[stored.chunk_offset] = stored.byte_offset, stored.size, stored.filter_mask
+            found[stored.chunk_offset] = stored.byte_offset + self._left_out, stored.size, stored.filter_mask
 
-        if not is_wrong:
+        if not is_listed_wrongly(h5py.Dataset(dataset)):
             dataset.chunk_iter(note)
         num_chunks = math.prod(-(-side // step) for side, step in zip(shape, chunk, strict=True))
-        starts = [*product(*(range(0, side, step) for side, step in zip(shape, chunk, strict=True)))]
-        fits = len(found) == num_chunks and all(start in found for start in starts)
-        if kind is None or not fits:
+        is_whole = len(found) == num_chunks and all(
+            at < side for start in found for at, side in zip(start, shape, strict=True)
+        )
+        if kind is None or not is_whole:
             self._check(dataset, where)
-        if not fits:
-            return THROUGH_HDF5, []  # chunks were never written, or are listed wrongly
+        if not is_whole:  # chunks were never written, or are listed wrongly
+            return NO_PLACES
         if kind is None:
-            filters = [[*properties.get_filter(number)[:1], list(properties.get_filter(number)[2])]
-                       for number in range(properties.get_nfilters())]  # fmt: skip
-            chunk_shape = [*properties.get_chunk(), *self._element.shape]
-            kind = self._add_kind(properties, chunk_shape, [partial_chunks_are_plain(properties), filters])
-            alike.append(kind)
-        if self._kinds[kind - 1][1][1][0]:  # filter masks do not show that partial chunks have no filters
+            kind = self._add_kind(properties, chunk)
+        starts = sorted(found)  # which is the order of the places in the sample
+        if self._kinds[kind - 1].partial_are_plain:  # filter masks do not show this
             for start in starts:
                 if any(at + step > side for at, step, side in zip(start, chunk, shape, strict=True)):
                     found[start] = *found[start][:2], ALL_FILTERS
         return kind, [found[start] for start in starts]
 
-    def _add_kind(self, properties: Any, chunk: list[int], filters: list[Any]) -> int:
+    def _find_kind(self, properties: Any, chunk: tuple[int, ...]) -> int | None:
+        """Return the number of the kind of samples that are stored like this, or None if this is the first one.
+
+        ``properties`` is None for contiguous samples.
+        """
+        alike = self._alike[chunk, self._type]  # H5Pequal does not compare the last axis of chunks
+        return next(
+            (each for each in alike if properties is None or properties.equal(self._kinds[each - 1].properties)), None
+        )
+
+    def _add_kind(self, properties: Any, chunk: tuple[int, ...]) -> int:
         """Note how samples are stored, and return the number of this kind."""
-        element = [self._element.item_bytes, self._element.num_bytes, self._type]
-        self._kinds.append((properties, [chunk, filters, element]))
+        element, text = [self._element.item_bytes, self._element.num_bytes], self._type
+        if properties is None:
+            self._kinds.append(_Kind(None, False, [[], *element, text]))
+        else:
+            filters = [properties.get_filter(number)[::2] for number in range(properties.get_nfilters())]
+            partial_are_plain = bool(partial_chunks_are_plain(properties))
+            description = [[*chunk, *self._element.shape], *element, f"{partial_are_plain} {filters} {text}"]
+            self._kinds.append(_Kind(properties, partial_are_plain, description))
+        self._alike[chunk, self._type].append(len(self._kinds))
         return len(self._kinds)
 
     def _check_blocks(self, blocks: np.ndarray, samples: np.ndarray, kinds: np.ndarray, file_bytes: np.ndarray) -> None:
@@ -553,7 +557,7 @@ class _FieldLister:
         order = np.lexsort((offsets, samples))
         after, ends = order[1:], (offsets + sizes)[order[:-1]]
         wrong.append(after[(samples[after] == samples[order[:-1]]) & (offsets[after] < ends)])
-        for number, (properties, _) in enumerate(self._kinds, 1):
+        for number, (properties, *_) in enumerate(self._kinds, 1):
             if properties is None:  # contiguous
                 continue
             own = np.flatnonzero(kinds[samples] == number)

@@ -200,17 +200,6 @@ def read_elements(dataset: h5py.Dataset, element: Element) -> np.ndarray:
     return packed.convert(raw.reshape(-1).view(np.uint8))
 
 
-def name_of_dtype(dtype: np.dtype) -> str:
-    """Return a text from which `dtype_of_name` makes an equal dtype of an `Element`."""
-    return dtype.names[0] if dtype.names else dtype.str
-
-
-def dtype_of_name(name: str) -> np.dtype:
-    """Return the dtype that `name_of_dtype` named."""
-    narrow = next((dtype for dtype in NARROW_FLOATS.values() if name_of_dtype(dtype) == name), None)
-    return np.dtype(name) if narrow is None else narrow
-
-
 def members_of(kind: h5t.TypeID, levels: int = MAX_LEVELS) -> list[tuple[str, ...]]:
     """List the members of a compound type that are not compound themselves, by the names that lead to each.
 

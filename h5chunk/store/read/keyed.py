@@ -19,7 +19,7 @@ from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.keyed_index import THROUGH_HDF5, KeyedIndex, Wanted, names_in_folder
+from h5chunk.store.hdf5.keyed_index import THROUGH_HDF5, KeyedIndex, Wanted, names_in_folder, runs
 from h5chunk.store.hdf5.open import opened, translate_errors
 from h5chunk.store.hdf5.patterns import fill
 from h5chunk.store.hdf5.types import Element, element_of, read_elements
@@ -149,18 +149,12 @@ class KeyedReader(Source):
         shape, block = field.shapes, np.maximum(field.block_shapes(), 1)
         if not shape.shape[1]:  # a single value is an array of one item
             shape = block = np.ones((len(shape), 1), np.int64)
-        through = kinds == THROUGH_HDF5
+        through = kinds == THROUGH_HDF5  # of which each sample is one block
         block[through] = np.maximum(shape[through], 1)
-        counts = (-(-shape // block)).prod(axis=1)
-        first = np.cumsum(counts) - counts
-        # the number of the sample of each block, and of the block in the index
-        sample = np.repeat(np.arange(len(counts)), counts)
-        listed = field.first[sample] + np.arange(len(sample)) - first[sample]
-        is_stored = ~through[sample]
-        offset, size = np.full(len(sample), -1), np.zeros(len(sample), np.int64)
-        mask = np.zeros(len(sample), np.uint32)
-        for column, values in ((offset, field.offsets), (size, field.sizes), (mask, field.masks)):
-            column[is_stored] = values[listed[is_stored]]
+        counts = np.where(through, np.minimum(field.num_blocks(), 1), field.num_blocks())
+        first, listed = np.cumsum(counts) - counts, runs(field.first, counts)
+        sample = np.repeat(np.arange(len(counts)), counts)  # of each block
+        offset = np.where(through[sample], -1, field.offsets[listed])
         codec = kinds.astype(np.int64)
         if through.all():
             opening.why.setdefault(name, "its type, filters or layout need HDF5")
@@ -168,7 +162,7 @@ class KeyedReader(Source):
             codecs = *codecs, SampleThroughHdf5(opening.cache.hdf5, self, name, first)
             codec[through] = len(codecs)
         files = number + sample if self.are_samples else np.full(len(sample), number)
-        blocks = Blocks(files.astype(np.int32), offset, size, mask)
+        blocks = Blocks(files.astype(np.int32), offset, field.sizes[listed], field.masks[listed])
         origin = Origin(number, partial(self._label_of, name, first), blocks.offset)
         item, zero = field.dtype.itemsize, np.zeros(1, np.int64)
         arrays = Arrays(item, first, shape, block, codec, blocks, codecs, (origin,), zero)
