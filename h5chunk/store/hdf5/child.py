@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path, PurePath
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
@@ -131,11 +131,15 @@ def in_child(path: Path, work: Callable[..., T], *arguments: Any, on_message: Sa
             stacklevel=3,
         )
         return work(*arguments) if on_message is None else work(on_message, *arguments)
-    with child.connection, child.status:  # which ends the child if it still works
-        with contextlib.suppress(ConnectionError):  # it has crashed already
-            child.connection.send_bytes(message)
-        result: T = _listen(child, _Limit(name), on_message or (lambda _: None))
-        return result
+    with child.connection:
+        try:
+            with contextlib.suppress(ConnectionError):  # it has crashed already
+                child.connection.send_bytes(message)
+            result: T = _listen(child, _Limit(name), on_message or (lambda _: None))
+            return result
+        except BaseException:
+            child.end()
+            raise
 
 
 @contextlib.contextmanager
@@ -237,11 +241,17 @@ def received(message: bytes, send: Callable[[str, Any], None]) -> Callable[[], A
 
 
 class _Child(NamedTuple):
-    """A child process: its number, a connection for messages, and a socket that receives how it ended."""
+    """A child process: its number, a connection for messages, and the helper that it is a fork of."""
 
     number: int
     connection: Connection
-    status: socket.socket
+    helper: _Helper
+
+    def end(self) -> int:
+        """Kill the child if it still runs, and return its status, or 0 if the helper does not know it."""
+        with contextlib.suppress(OSError):
+            return self.helper.ask(str(self.number))
+        return 0
 
 
 class _Helper:
@@ -257,22 +267,22 @@ class _Helper:
         self._control.settimeout(IDLE_S)
         self._lock = threading.Lock()
 
-    def start(self, module: str) -> _Child:
+    def ask(self, request: str, *descriptors: int) -> int:
+        """Send a request, and return the answer, or 0 if the helper has ended."""
+        with self._lock:
+            socket.send_fds(self._control, [request.encode()], descriptors)
+            return int.from_bytes(self._control.recv(8), "little", signed=True)
+
+    def start(self, modules: str) -> _Child:
         """Start a child. Raises OSError if that is impossible."""
-        with contextlib.ExitStack() as unused:
-            connection, theirs = map(unused.enter_context, multiprocessing.Pipe())
-            status, their_status = map(unused.enter_context, socket.socketpair())
-            with self._lock:
-                descriptors = [theirs.fileno(), their_status.fileno()]
-                socket.send_fds(self._control, [module.encode()], descriptors)
-                reply = self._control.recv(8)
-            number = int.from_bytes(reply, "little", signed=True)
+        connection, theirs = multiprocessing.Pipe()
+        with theirs, contextlib.ExitStack() as unused:
+            unused.enter_context(connection)
+            number = self.ask(modules, theirs.fileno())
             if number <= 0:
-                raise ChildProcessError("the system starts no further process" if reply else "the helper has ended")
+                raise ChildProcessError("the system starts no further process" if number else "the helper has ended")
             unused.pop_all()
-            theirs.close()
-            their_status.close()
-            return _Child(number, connection, status)
+        return _Child(number, connection, self)
 
     def close(self) -> None:
         """End the helper, and its children."""
@@ -299,23 +309,22 @@ def _started(modules: str) -> _Child:
     ``modules`` has the names of the modules that the child needs, with commas between them.
     """
     global _helper
-    with _lock:
-        existing = _helper
-        if existing is None:
-            existing, is_new = _Helper(), True
-            _helper = existing
-        else:
-            is_new = False
-    try:
-        return existing.start(modules)
-    except BaseException as error:
+    problem: OSError | None = None
+    for _ in range(2):
         with _lock:
-            if _helper is existing:
-                existing.close()
-                _helper = None
-        if is_new or not isinstance(error, OSError):
-            raise
-    return _started(modules)
+            helper = _helper = _helper or _Helper()
+        try:
+            return helper.start(modules)
+        except BaseException as error:
+            with _lock:
+                if _helper is helper:
+                    helper.close()
+                    _helper = None
+            if not isinstance(error, OSError):
+                raise
+            problem = error
+    assert problem is not None
+    raise problem
 
 
 def _after_fork() -> None:
@@ -341,12 +350,11 @@ def _listen(child: _Child, limit: _Limit, on_message: Say) -> Any:
     """Receive the messages of a child, until it has a result. Raises FileError if it dies without one."""
     watch, looked = _Watch(child.number), time.monotonic()
     while True:
-        ready = wait([child.connection, child.status], MEMORY_LOOK_S)
-        if child.connection in ready:
+        if child.connection.poll(MEMORY_LOOK_S):
             try:
                 kind, value = child.connection.recv()
             except (EOFError, ConnectionError):
-                raise _crash(child.status, limit.name) from None
+                raise _crash(child, limit.name) from None
             if kind == DONE:
                 return value
             if kind == FAILED:
@@ -356,21 +364,17 @@ def _listen(child: _Child, limit: _Limit, on_message: Say) -> Any:
             else:
                 on_message(value)
             watch.moved = None
-        elif ready:  # another process may have inherited the child's end of the connection, which is then still open
-            raise _crash(child.status, limit.name)
         elif 0 < limit.data_bytes < watch.data_bytes():
             raise _too_much_memory(limit)
         elif time.monotonic() - looked >= LOOK_S:
             looked = time.monotonic()
+            if watch.has_ended():  # another process may have inherited the child's end of the connection
+                raise _crash(child, limit.name)
             watch.check(limit.name)
 
 
-def _crash(status: socket.socket, name: str) -> FileError:
-    status.settimeout(IDLE_S)
-    try:
-        code = int.from_bytes(status.recv(4), "little")
-    except OSError:
-        code = 0
+def _crash(child: _Child, name: str) -> FileError:
+    code = child.end()
     cause = signal.Signals(os.WTERMSIG(code)).name if os.WIFSIGNALED(code) else f"code {os.WEXITSTATUS(code)}"
     return FileError(f"{name}: this file crashes HDF5 ({cause}): it is damaged, or too little memory is free")
 
@@ -403,6 +407,10 @@ class _Watch:
             self._since = time.monotonic()
         elif time.monotonic() - self._since > IDLE_S:
             raise Stuck(f"{name}: a process that was started to read it made no progress for {IDLE_S:.0f} s")
+
+    def has_ended(self) -> bool:
+        """Return whether the child has ended, and waits for the helper to ask for its status."""
+        return any(state == "Z" for state, _ in self._threads().values())
 
     def data_bytes(self) -> int:
         """Return the memory of the child, in bytes, that a limit on its data applies to."""

@@ -73,20 +73,23 @@ class Guard:
         """Open the object at a path; None if it does not exist. Raises TrustError if an untrusted link is on it."""
         where = self._where(name)
         with errors_as(FieldError, f"{where} cannot be opened"):
-            return file[name] if self._exists(file, name, where) else None
+            if self._trusted and name not in file:
+                return None
+            if self._trusted:
+                return file[name]
+            item: Any = file.file["/"] if name.startswith("/") else file
+            for part in (part for part in name.split("/") if part not in ("", ".")):
+                item = self._member(item, part, where) if isinstance(item, h5py.Group) else None
+            return item
 
-    def _exists(self, start: h5py.Group, name: str, where: str) -> bool:
-        """Return whether a path exists. Raises TrustError if a link on it is not hard, unless the file is trusted."""
-        if self._trusted:
-            return name in start
-        group: Any = start.file["/"] if name.startswith("/") else start
-        for part in (part for part in name.split("/") if part not in ("", ".")):
-            if not isinstance(group, h5py.Group) or (link := group.get(part, getlink=True)) is None:
-                return False
-            if not isinstance(link, h5py.HardLink):
-                raise self._not_followed(link, where)
-            group = group[part]
-        return True
+    def _member(self, group: h5py.Group, part: str, where: str) -> Any:
+        """Open a member of a group; None if it or its target does not exist. Raises TrustError for untrusted links."""
+        link = group.get(part, getlink=True)
+        if isinstance(link, h5py.HardLink):
+            return group[part]
+        if link is not None and not self._trusted:
+            raise self._not_followed(link, where)
+        return group.get(part)
 
     def _not_followed(self, link: Any, where: str) -> TrustError:
         if not isinstance(link, (h5py.SoftLink, h5py.ExternalLink)):
@@ -157,7 +160,11 @@ class Guard:
             for part in parts:
                 name = f"{prefix}{as_text(part)}"
                 try:
+                    if isinstance(part, bytes):  # h5py returns names that it cannot decode as bytes
+                        raise UnsupportedError(f"{self._where(name)} has a name that is not UTF-8: rename it")
                     item = self._member(inside, part, self._where(name))
+                    if item is None:
+                        raise FieldError(f"{self._where(name)} is a link without a target")
                     address = address_of(item)
                 except FieldError as error:
                     yield name, error
@@ -172,17 +179,6 @@ class Guard:
                     stack.append((f"{name}/", item))
                 elif isinstance(item, h5py.Dataset):
                     yield name, item
-
-    def _member(self, group: h5py.Group, part: str | bytes, where: str) -> Any:
-        if isinstance(part, bytes):  # h5py returns names that it cannot decode as bytes
-            raise UnsupportedError(f"{where} has a name that is not UTF-8: rename it")
-        link = group.get(part, getlink=True)
-        if not isinstance(link, h5py.HardLink):
-            if not self._trusted:
-                raise self._not_followed(link, where)
-            if group.get(part) is None:
-                raise FieldError(f"{where} is a link without a target")
-        return group[part]
 
     def _damaged(self, name: str, action: str, error: Exception) -> FieldError:
         problem = "" if is_refused(error) else " is damaged"
@@ -296,25 +292,21 @@ def _check_chunk_sizes(
         )
 
 
-def check_attributes(item: h5py.HLObject, where: str, names: Iterable[str] | None = None) -> None:
-    """Raise FileError if an attribute of an object is large or has a variable-length type.
-
-    By default all are checked. For untrusted files pass ``names``, because HDF5 may crash when it lists attributes.
-    """
-    for name in item.attrs if names is None else [name for name in names if name in item.attrs]:
-        attribute = item.attrs.get_id(name)
-        if is_variable(attribute.get_type()):
-            raise FileError(f"{where}: attribute {name!r} has variable length, so h5chunk did not write it")
-        if attribute.get_storage_size() > MAX_ATTRIBUTE_BYTES:
-            size, limit = exact_bytes(attribute.get_storage_size()), exact_bytes(MAX_ATTRIBUTE_BYTES)
-            raise FileError(f"{where}: attribute {name!r} has {size}, but the limit is {limit}")
+def check_attributes(item: h5py.HLObject, where: str, names: Iterable[str]) -> None:
+    """Raise FileError if an attribute of an object is large or has a variable-length type."""
+    for name in names:
+        if name in item.attrs and (problem := _attribute_problem(item, name)):
+            raise FileError(f"{where}: attribute {name!r} has {problem}")
 
 
 def small_attribute(item: h5py.HLObject, name: str, default: Any = None) -> Any:
     """Return the value of an attribute, or the default if it is missing, large or of variable length."""
-    if name not in item.attrs:
-        return default
+    return item.attrs[name] if name in item.attrs and not _attribute_problem(item, name) else default
+
+
+def _attribute_problem(item: h5py.HLObject, name: str) -> str:
     attribute = item.attrs.get_id(name)
-    if is_variable(attribute.get_type()) or attribute.get_storage_size() > MAX_ATTRIBUTE_BYTES:
-        return default
-    return item.attrs[name]
+    if is_variable(attribute.get_type()):
+        return "variable length, so h5chunk did not write it"
+    size = attribute.get_storage_size()
+    return f"{exact_bytes(size)}, but the limit is {exact_bytes(MAX_ATTRIBUTE_BYTES)}" * (size > MAX_ATTRIBUTE_BYTES)

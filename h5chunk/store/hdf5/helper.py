@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -24,75 +24,48 @@ from typing import Any, NoReturn
 from h5chunk.errors import H5ChunkError, WorkerError
 from h5chunk.store.hdf5 import child
 
-MAX_NAME_BYTES = 4096
+MAX_REQUEST_BYTES = 4096
+END_S = 1.0  # time for a process to end after it was killed, which it may not do while a file system does not answer
 PR_SET_PDEATHSIG = 1  # option of prctl
 
 
 def serve(descriptor: int) -> NoReturn:
     """Fork a process for each request until the caller has ended: the main function of the helper process.
 
-    ``descriptor`` is a socket. A request has the names of modules to import before the fork,
-    with commas between them, a socket to send messages to the caller, and one for the status of the process. The reply
-    is the number of the process, or -1.
+    ``descriptor`` is a socket. A request to start a process has a descriptor to send messages to the caller, and the
+    names of modules to import before the fork, with commas between them. The answer is the number of the process, or
+    -1. Another request is the number of a process to end, and the answer is its status, as of `os.waitpid`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the caller, which ends the work
     warnings.simplefilter("ignore")
     with suppress(ImportError):
         import hdf5plugin  # noqa: F401  # otherwise every fork would import it
-    control, (woken, wake) = socket.socket(fileno=descriptor), os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    running: dict[int, socket.socket] = {}  # the status sockets of all processes
-    waiting = selectors.DefaultSelector()
-    waiting.register(control, selectors.EVENT_READ)
-    waiting.register(woken, selectors.EVENT_READ)
+    control, running = socket.socket(fileno=descriptor), set[int]()
     while True:
-        for key, _ in waiting.select():
-            if key.fileobj is woken:
-                os.read(woken, 1024)
-            elif key.fileobj is control:
-                names, descriptors = _receive(control)
-                if len(descriptors) < 2:  # the caller has ended
-                    for process in running:
-                        os.kill(process, signal.SIGKILL)
-                    os._exit(0)
-                for name in names.split(","):
-                    with suppress(Exception):  # the fork raises the error again
-                        import_module(name)
-                gc.freeze()
-                others = [control.fileno(), woken, wake, *(status.fileno() for status in running.values())]
-                process = _fork(descriptors[0], others)
-                os.close(descriptors[0])
-                status = socket.socket(fileno=descriptors[1])
-                if process > 0:
-                    running[process] = status
-                    waiting.register(status, selectors.EVENT_READ, process)
-                control.sendall(process.to_bytes(8, "little", signed=True))
-            else:  # the caller has closed the socket
-                os.kill(key.data, signal.SIGKILL)
-                waiting.unregister(key.fileobj)
-        while running:
-            process, code = os.waitpid(-1, os.WNOHANG)
-            if not process:
-                break
-            status = running.pop(process)
-            with suppress(KeyError):
-                waiting.unregister(status)
-            with status, suppress(OSError):
-                status.sendall(code.to_bytes(4, "little"))
+        request, descriptors = b"", list[int]()
+        with suppress(OSError):
+            request, descriptors, *_ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
+        running -= {process for process in running if os.waitpid(process, os.WNOHANG)[0]}
+        if descriptors:
+            answer = _start(request.decode().split(","), descriptors[0], control)
+            os.close(descriptors[0])
+            running.add(answer)
+        elif request:
+            answer = _end(int(request), running)
+        else:  # the caller has ended
+            for process in running:
+                os.kill(process, signal.SIGKILL)
+            os._exit(0)
+        with suppress(OSError):
+            control.sendall(answer.to_bytes(8, "little", signed=True))
 
 
-def _receive(control: socket.socket) -> tuple[str, list[int]]:
-    try:
-        name, descriptors, *_ = socket.recv_fds(control, MAX_NAME_BYTES, 2)
-    except OSError:
-        return "", []
-    return name.decode(), descriptors
-
-
-def _fork(descriptor: int, others: list[int]) -> int:
+def _start(modules: list[str], descriptor: int, control: socket.socket) -> int:
     """Return the number of a new process that does the work, or -1 if the system cannot start one."""
+    for name in modules:
+        with suppress(Exception):  # the fork raises the error again
+            import_module(name)
+    gc.freeze()
     helper = os.getpid()
     try:
         process = os.fork()
@@ -103,14 +76,25 @@ def _fork(descriptor: int, others: list[int]) -> int:
             if sys.platform == "linux":
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == helper:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for other in others:
-                    os.close(other)
+                control.close()
                 _work(Connection(descriptor))
         finally:
             os._exit(1)
     return process
+
+
+def _end(process: int, running: set[int]) -> int:
+    """Kill a process if it still runs, and return its status, or 0 if that is unknown."""
+    if process in running:
+        os.kill(process, signal.SIGKILL)
+    started = time.monotonic()
+    while process in running and time.monotonic() - started < END_S:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            running.remove(process)
+            return status
+        time.sleep(0.001)
+    return 0
 
 
 def _work(connection: Connection) -> None:
