@@ -83,8 +83,7 @@ def try_files(
         return {}
     check_not_written(due)
     try:
-        found, tables = in_child(due[0], call_each, due, probe, arguments)
-        keep_tables(tables)
+        found = each_in_child(due, probe, *arguments)
     except Stuck as error:
         warnings.warn(
             f"{error}. The file is now opened without testing first whether HDF5 can safely read it",
@@ -97,7 +96,14 @@ def try_files(
     return dict(zip(due, found, strict=False))
 
 
-def call_each(paths: Sequence[Path], probe: Callable[..., T], arguments: Sequence[Any]) -> tuple[list[T], Any]:
+def each_in_child(paths: Sequence[Path], work: Callable[..., T], *arguments: Any) -> list[T]:
+    """Return ``work(path, *arguments)`` for each file, as `in_child`, and keep the tables of chunks that it lists."""
+    found, tables = in_child(paths[0], _call_each, paths, work, arguments)
+    keep_tables(tables)
+    return found
+
+
+def _call_each(paths: Sequence[Path], probe: Callable[..., T], arguments: Sequence[Any]) -> tuple[list[T], Any]:
     """In a child, call ``probe(path, *arguments)`` for each file. Returns the results, and the tables of chunks."""
     found = []
     with noted_tables() as tables:

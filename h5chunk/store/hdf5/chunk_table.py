@@ -412,19 +412,14 @@ def count_unwritten(dataset: h5py.Dataset) -> int:
 
 def unwritten_value(dataset: h5py.Dataset) -> str:
     """Return the value that HDF5 returns for unwritten elements, usually the fill value, as text for messages."""
-    if not _has_fill_value(dataset):
-        never = dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER
+    properties = dataset.id.get_create_plist()
+    never = properties.get_fill_time() == h5py.h5d.FILL_TIME_NEVER
+    if never or properties.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED:
         result = "0" if never or dataset.id.get_storage_size() else "an error"
         return f"{result}, because there is no fill value"
     value = dataset.fillvalue
     value = value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
     return printable(repr(as_text(value) if isinstance(value, bytes) else value))
-
-
-def _has_fill_value(dataset: h5py.Dataset) -> bool:
-    properties = dataset.id.get_create_plist()
-    filled = properties.get_fill_time() != h5py.h5d.FILL_TIME_NEVER
-    return filled and properties.fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED
 
 
 def _ask_library(name: str, identifier: int, kind: type[ctypes.c_uint] | type[ctypes.c_int]) -> int | None:

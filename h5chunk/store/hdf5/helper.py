@@ -45,11 +45,11 @@ def serve(descriptor: int) -> NoReturn:
         request, descriptors = b"", list[int]()
         with suppress(OSError):
             request, descriptors, *_ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
-        running -= {process for process in running if os.waitpid(process, os.WNOHANG)[0]}
         if descriptors:
+            running -= {process for process in running if os.waitpid(process, os.WNOHANG)[0]}
             answer = _start(request.decode().split(","), descriptors[0], control)
             os.close(descriptors[0])
-            running.add(answer)
+            running |= {answer} - {-1}
         elif request:
             answer = _end(int(request), running)
         else:  # the caller has ended

@@ -403,7 +403,7 @@ class _FieldLister:
             except FieldError as error:
                 raise type(error)(f"{error}; or leave the field out") from None
             if self._element.dtype.kind not in self._of_values:
-                raise FieldError(f"{where}: {self._name!r} {type_problem(item.dtype)}, or leave the field out")
+                raise FieldError(f"{where}: {self._name!r} {type_problem(kind)}, or leave the field out")
         self._has_places = not is_variable(kind)  # otherwise, only HDF5 knows where a member is
         self._first = kind.copy(), dataset.shape
 
@@ -427,8 +427,7 @@ class _FieldLister:
             return
         offset = dataset.get_offset()
         if offset is None or self._file.id.get_create_plist().get_sizes()[0] != 8:
-            problem = type_problem(h5py.Dataset(dataset).dtype)
-            raise FieldError(f"{where}: {self._name!r} {problem}; or leave the field out")
+            raise FieldError(f"{where}: {self._name!r} {type_problem(kind)}; or leave the field out")
         descriptor, size = descriptor_of(self._file), POINTER.itemsize
         with held(descriptor, np.array([offset]), np.array([size])):
             pointer = os.pread(descriptor, size, offset)
@@ -457,7 +456,7 @@ class _FieldLister:
 
     def _check(self, dataset: Any, where: str) -> None:
         if dataset.shape is None or (is_variable(dataset.get_type()) and not self.is_text and not self.member):
-            problem = "is empty" if dataset.shape is None else type_problem(h5py.Dataset(dataset).dtype)
+            problem = "is empty" if dataset.shape is None else type_problem(dataset.get_type())
             raise FieldError(f"{where}: {self._name!r} {problem}; or leave the field out")
         name = h5py.h5i.get_name(dataset) or b""
         self._guard.check_field(h5py.Dataset(dataset), name.decode("utf-8", "backslashreplace").lstrip("/"))

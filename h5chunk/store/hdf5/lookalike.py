@@ -17,7 +17,10 @@ FROM_PYTHON = "read its arrays in Python, and convert them with h5chunk.convert(
 AGAIN = "download it again, and look at what was downloaded with a text viewer"
 
 # what a file is, and what to do, by its first bytes
-KINDS: tuple[tuple[bytes, str, str], ...] = (
+NETCDF = "convert it to netCDF-4, which is HDF5 (nccopy -k nc4 NAME NEW.nc)"
+IMAGE = "convert the folder of the images (h5chunk convert FOLDER NEW.h5)"
+MAT = "read it with scipy.io.loadmat, and convert its arrays with h5chunk.convert({'x': array}, 'new.h5')"
+KINDS: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
     (b"version https://git-lfs", "it is a pointer of Git LFS instead of the data", "run git lfs pull"),
     (b"/annex/objects/", "it is a pointer of git-annex instead of the data", "run git annex get NAME"),
     (b"\x1f\x8b", "it is compressed with gzip", UNPACK.format("gzip -dc <")),
@@ -25,25 +28,19 @@ KINDS: tuple[tuple[bytes, str, str], ...] = (
     (b"\xfd7zXZ\0", "it is compressed with xz", UNPACK.format("xz -dc <")),
     (b"BZh", "it is compressed with bzip2", UNPACK.format("bzip2 -dc <")),
     (b"\x04\x22\x4d\x18", "it is compressed with LZ4", UNPACK.format("lz4 -dc <")),
-    (b"MATLAB 5.0 MAT-file", "it is a MATLAB file of version 5 to 7, and only 7.3 is HDF5",
-     "read it with scipy.io.loadmat, and convert its arrays with h5chunk.convert({'x': array}, 'new.h5')"),
-    (b"CDF\x01", "it is a netCDF-3 file", "convert it to netCDF-4, which is HDF5 (nccopy -k nc4 NAME NEW.nc)"),
-    (b"CDF\x02", "it is a netCDF-3 file", "convert it to netCDF-4, which is HDF5 (nccopy -k nc4 NAME NEW.nc)"),
-    (b"CDF\x05", "it is a netCDF-3 file", "convert it to netCDF-4, which is HDF5 (nccopy -k nc4 NAME NEW.nc)"),
+    (b"MATLAB 5.0 MAT-file", "it is a MATLAB file of version 5 to 7, and only 7.3 is HDF5", MAT),
+    ((b"CDF\x01", b"CDF\x02", b"CDF\x05"), "it is a netCDF-3 file", NETCDF),
     (b"\x0e\x03\x13\x01", "it is an HDF4 file", "convert it with h4toh5 NAME NEW.h5"),
     (b"\x93NUMPY", "it is a NumPy array", CONVERT),
     (b"PAR1", "it is a Parquet table", CONVERT),
     (b"ARROW1", "it is an Arrow table", "write it as Parquet, and convert that"),
     (b"SQLite format 3", "it is an SQLite database", "export its tables as CSV or Parquet, and convert those"),
     (b"SIMPLE  =", "it is a FITS file", FROM_PYTHON),
-    (b"\x80\x02", "it is a pickle of Python", FROM_PYTHON),
-    (b"\x80\x03", "it is a pickle of Python", FROM_PYTHON),
-    (b"\x80\x04", "it is a pickle of Python", FROM_PYTHON),
-    (b"\x80\x05", "it is a pickle of Python", FROM_PYTHON),
-    (b"\xff\xd8\xff", "it is a JPEG image", "convert the folder of the images (h5chunk convert FOLDER NEW.h5)"),
-    (b"\x89PNG", "it is a PNG image", "convert the folder of the images (h5chunk convert FOLDER NEW.h5)"),
+    ((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"), "it is a pickle of Python", FROM_PYTHON),
+    (b"\xff\xd8\xff", "it is a JPEG image", IMAGE),
+    (b"\x89PNG", "it is a PNG image", IMAGE),
     (b"%PDF", "it is a PDF document", "name the file with the data"),
-)  # fmt: skip
+)
 TEXTS = (
     (b"<!doctype html", "it is a web page, such as an error or login page"),
     (b"<html", "it is a web page, such as an error or login page"),

@@ -236,31 +236,6 @@ def type_text(kind: h5t.TypeID, levels: int = MAX_LEVELS) -> str:
     return f"{name} with the names {names_text(element.names.values())}" if element.names else name
 
 
-def type_problem(dtype: np.dtype) -> str:
-    """Say why a dataset of this type cannot be a field, and how to copy it to one that can.
-
-    ``x`` stands for the values, as h5py reads them.
-    """
-    if h5py.check_string_dtype(dtype) is not None:
-        return (
-            "has strings of variable length, but a field needs numbers or strings of fixed length: copy it (x) "
-            "to another dataset, such as file['NEW'] = np.char.encode(np.array(x.asstr()[()], str)), which makes their "
-            "length fixed"
-        )
-    if dtype.kind == "c":
-        return (
-            f"has complex numbers ({dtype}), but a field needs real numbers: copy it (x) to another dataset of real "
-            f"and imaginary parts, such as file['NEW'] = x[:].view('f{dtype.itemsize // 2}').reshape(*x.shape, 2), "
-            "which torch.view_as_complex converts back"
-        )
-    if dtype.names:
-        return (
-            f"is a table with the columns {names_text(dtype.names)}, but a field is one dataset: copy the columns of "
-            f"it (x) to datasets, such as file['NEW'] = x[{dtype.names[0]!r}]"
-        )
-    return f"has the type {dtype}, but a field needs numbers or strings of fixed length: leave it out"
-
-
 def _in_brackets(kind: h5t.TypeID, levels: int) -> str:
     text = type_text(kind, levels - 1)
     return f"({text})" if " " in text else text
@@ -331,7 +306,8 @@ def _describe(kind: h5t.TypeID, where: str, member: tuple[str, ...], levels: int
         return _describe_complex(kind, kind.get_super(), where)
     if isinstance(kind, (h5t.TypeIntegerID, h5t.TypeFloatID, h5t.TypeEnumID, h5t.TypeBitfieldID)):
         return _describe_number(kind, where)
-    raise UnsupportedError(f"{where} {_refusal(kind)}")
+    in_table = "has strings of variable length in a table, or strings of 0 bytes: leave it out"
+    raise UnsupportedError(f"{where} {in_table if isinstance(kind, h5t.TypeStringID) else type_problem(kind)}")
 
 
 def _describe_complex(kind: h5t.TypeID, part: h5t.TypeID, where: str) -> Element:
@@ -364,7 +340,7 @@ def _describe_number(kind: h5t.TypeID, where: str) -> Element:
     try:
         stored = np.dtype(base.dtype.str)  # without metadata
     except TypeError:
-        raise UnsupportedError(f"{where} {_refusal(kind)}") from None
+        raise UnsupportedError(f"{where} {type_problem(kind)}") from None
     dtype = stored.newbyteorder("=")
     if names == {0: "FALSE", 1: "TRUE"}:
         names, dtype = {}, np.dtype(bool)
@@ -381,20 +357,40 @@ def _class_text(kind: h5t.TypeID) -> str:
         return type(kind).__name__.removeprefix("Type").removesuffix("ID").lower()
 
 
-def _refusal(kind: h5t.TypeID) -> str:
-    """Say why a type without members can't be a field, and how to copy it to one that can."""
+def type_problem(kind: h5t.TypeID) -> str:
+    """Say why a dataset of a type, which has no members, can't be a field, and how to copy it to one that can.
+
+    ``x`` stands for the values, as h5py reads them.
+    """
     if isinstance(kind, h5t.TypeStringID):
-        return "has strings of variable length in a table, or strings of 0 bytes: leave it out"
+        return (
+            "has strings of variable length, but a field needs numbers or strings of fixed length: copy it (x) to "
+            "another dataset, such as file['NEW'] = np.char.encode(np.array(x.asstr()[()], str)), which makes their "
+            "length fixed"
+        )
     if isinstance(kind, h5t.TypeReferenceID):
         return (
             "has references to other objects: copy the values that they refer to, such as file['NEW'] = "
             "np.stack([file[reference][()] for reference in x[()]])"
         )
     if isinstance(kind, h5t.TypeVlenID):
-        return "has arrays of variable length in a table: leave it out"
+        return "has arrays of variable length, but a field needs numbers or strings of fixed length: leave it out"
     if isinstance(kind, h5t.TypeOpaqueID):
         dtype = kind.dtype
         as_bytes = f"np.array(x[:]).view('u1').reshape(*x.shape, {dtype.itemsize})"
         copied = "x[:].astype('i8')" if dtype.kind in "mM" else as_bytes
         return f"has opaque bytes ({dtype}), which are not numbers: copy it (x), such as file['NEW'] = {copied}"
-    return f"has the type {_class_text(kind)}, but a field needs numbers or strings: leave it out"
+    if isinstance(kind, h5t.TypeCompoundID):
+        part = _complex_part(kind)
+        if part is None:
+            names = _member_names(kind)
+            return (
+                f"is a table with the columns {names_text(names)}, but a field is one dataset: copy the columns of it "
+                f"(x) to datasets, such as file['NEW'] = x[{names[0]!r}]"
+            )
+        return (
+            f"has complex numbers ({kind.dtype}), but a field needs real numbers: copy it (x) to another dataset of "
+            f"real and imaginary parts, such as file['NEW'] = x[:].view('f{part.get_size()}').reshape(*x.shape, 2), "
+            "which torch.view_as_complex converts back"
+        )
+    return f"has the type {_class_text(kind)}, but a field needs numbers or strings of fixed length: leave it out"

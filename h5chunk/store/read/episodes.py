@@ -269,7 +269,7 @@ def read_constant(file: h5py.File, guard: Guard, path: str, decode: str = "") ->
     if is_text and values.dtype.kind == "O":
         values = np.array([as_bytes(each) for each in values.ravel()], np.bytes_).reshape(values.shape)
     if values.dtype.kind not in "biufcS":
-        raise FieldError(f"{where} {type_problem(item.dtype)}, or leave the field out")
+        raise FieldError(f"{where} {type_problem(item.id.get_type())}, or leave the field out")
     return values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))
 
 
