@@ -83,7 +83,8 @@ def try_files(
         return {}
     check_not_written(due)
     try:
-        found = each_in_child(due, probe, *arguments)
+        found, tables = in_child(due[0], _call_each, due, probe, arguments)
+        keep_tables(tables)
     except Stuck as error:
         warnings.warn(
             f"{error}. The file is now opened without testing first whether HDF5 can safely read it",
@@ -94,13 +95,6 @@ def try_files(
         return {}  # this is not an error of h5chunk, and the caller will get it when it reads the file
     _tried.update(keys[path] for path in due)
     return dict(zip(due, found, strict=False))
-
-
-def each_in_child(paths: Sequence[Path], work: Callable[..., T], *arguments: Any) -> list[T]:
-    """Return ``work(path, *arguments)`` for each file, as `in_child`, and keep the tables of chunks that it lists."""
-    found, tables = in_child(paths[0], _call_each, paths, work, arguments)
-    keep_tables(tables)
-    return found
 
 
 def _call_each(paths: Sequence[Path], probe: Callable[..., T], arguments: Sequence[Any]) -> tuple[list[T], Any]:
