@@ -12,9 +12,8 @@ memory.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +26,6 @@ MAX_BAND_STEPS = 4  # factor by which a read may grow to include a whole band
 MIN_WRITE_BYTES = 256 << 10  # average size of a write to a bucket, if memory allows
 FEW_BUCKETS = 64  # with at most this many buckets, one read has enough data for a long write to each
 ORDER_BYTES = 24  # memory per sample for a permutation and its inverse, including temporary arrays
-LONG_RUN_BYTES = 64  # contiguous runs of at least this length are copied one by one, others through an index array
-MAX_INDEX = 1 << 20  # maximum length of the index array
 
 
 @dataclass(frozen=True)
@@ -130,62 +127,3 @@ def plan_uneven(ends: np.ndarray, part_bytes: int, item_bytes: int) -> np.ndarra
         last = int(np.searchsorted(costs, costs[borders[-1]] + part_bytes, "right")) - 1
         borders.append(max(last, borders[-1] + 1))
     return np.array(borders, np.int64)
-
-
-@dataclass(frozen=True)
-class Packing:
-    """A plan for assembling samples that span several chunks.
-
-    The packed form of a sample consists of its row in every chunk, chunk after chunk, including the padding of chunks
-    at the edges.
-    """
-
-    chunk_row_bytes: int  # size in bytes of a row of one chunk
-    num_chunks: int  # number of chunks that a sample spans
-    slices: tuple[tuple[slice, ...], ...]  # the piece of a sample in each chunk, without padding
-    unit_bytes: int  # size in bytes of one unit of ``index``
-    index: np.ndarray | None  # (n,) intp: for each unit of a sample, its position in the packed form; None: copy slices
-
-
-def find_pieces(sample_shape: Sequence[int], chunk_shape: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
-    """Return the piece of a sample in each chunk, in row-major order. ``chunk_shape`` lacks the first axis.
-
-    >>> find_pieces((3,), (2,))
-    ((slice(0, 2, None),), (slice(2, 3, None),))
-    """
-    pieces = [
-        [slice(start, min(start + chunk, size)) for start in range(0, size, chunk)]
-        for size, chunk in zip(sample_shape, chunk_shape, strict=True)
-    ]
-    return tuple(itertools.product(*pieces))
-
-
-def plan_packing(sample_shape: Sequence[int], chunk_shape: Sequence[int], item_bytes: int) -> Packing:
-    """Plan how to assemble samples from chunks. ``chunk_shape`` lacks the first axis.
-
-    >>> plan_packing((3, 2), (2, 1), 1).index.tolist()  # samples of 3 x 2 bytes, in chunks of 2 x 1
-    [0, 2, 1, 3, 4, 6]
-    """
-    grid = [-(-size // chunk) for size, chunk in zip(sample_shape, chunk_shape, strict=True)]
-    slices = find_pieces(sample_shape, chunk_shape)
-    chunk_items, num_items = math.prod(chunk_shape), math.prod(sample_shape)
-    run_items = 1  # length of runs that are contiguous both in a chunk and in a sample
-    for size, chunk in zip(reversed(sample_shape), reversed(chunk_shape), strict=True):
-        run_items *= min(size, chunk)
-        if chunk != size:
-            break
-    index = None
-    if run_items * item_bytes < LONG_RUN_BYTES and num_items <= MAX_INDEX:
-        packed = np.arange(len(slices) * chunk_items, dtype=np.intp).reshape(*grid, *chunk_shape)
-        axes = [axis + side for axis in range(len(grid)) for side in (0, len(grid))]
-        whole = packed.transpose(axes).reshape([g * c for g, c in zip(grid, chunk_shape, strict=True)])
-        index = whole[tuple(slice(0, size) for size in sample_shape)].reshape(-1)
-    unit_items = 1
-    while index is not None and 2 * unit_items * item_bytes <= 32:
-        firsts, seconds = index[::2], index[1::2]
-        pairs = len(index) % 2 == 0 and (chunk_items // unit_items) % 2 == 0 and not (firsts % 2).any()
-        if not pairs or (seconds != firsts + 1).any():
-            break
-        index, unit_items = firsts // 2, 2 * unit_items
-    index = None if index is None else np.ascontiguousarray(index)
-    return Packing(chunk_items * item_bytes, len(slices), slices, unit_items * item_bytes, index)

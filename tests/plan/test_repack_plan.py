@@ -1,4 +1,4 @@
-"""What is read at a time, which samples wait where, and how pieces of samples are put together: against brute force."""
+"""What is read at a time, and which samples wait where: against brute force."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from h5chunk.plan.repack import (
     MemoryShares,
     memory_for_copying,
     plan_buckets,
-    plan_packing,
     plan_steps,
     plan_uneven,
 )
@@ -60,40 +59,6 @@ def test_uneven_rows_are_grouped_within_their_bytes(lengths: list[int], part_byt
     for first, last in pairwise(borders):
         cost = int(ends[last] - ends[first]) * item_bytes + 8 * int(last - first)
         assert cost <= part_bytes or last == first + 1
-
-
-@given(st.data())
-@settings(deadline=None, max_examples=150)
-def test_samples_are_put_together_from_their_chunks(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
-    chunks = tuple(data.draw(st.integers(1, size + 2)) for size in shape)
-    item_bytes = data.draw(st.sampled_from([1, 2, 3, 4, 8, 100]))
-    packing = plan_packing(shape, chunks, item_bytes)
-    samples = np.random.default_rng(0).integers(0, 256, (2, *shape, item_bytes), np.uint8)
-    padded = np.full((2, *(-(-s // c) * c for s, c in zip(shape, chunks, strict=True)), item_bytes), 255, np.uint8)
-    padded[(slice(None), *(slice(0, size) for size in shape))] = samples
-    grid = [-(-s // c) for s, c in zip(shape, chunks, strict=True)]
-    pieces = [
-        padded[(slice(None), *(slice(p * c, (p + 1) * c) for p, c in zip(place, chunks, strict=True)))]
-        for place in np.ndindex(*grid)
-    ]
-    assert packing.num_chunks == len(pieces) and packing.chunk_row_bytes == math.prod(chunks) * item_bytes
-    if packing.index is not None:
-        packed = np.concatenate([piece.reshape(2, -1) for piece in pieces], axis=1)
-        units = packed.reshape(2, -1, packing.unit_bytes)[:, packing.index]
-        np.testing.assert_array_equal(units.reshape(2, -1), samples.reshape(2, -1))
-    out = np.zeros_like(samples)
-    for piece, place in zip(pieces, packing.slices, strict=True):
-        out[(slice(None), *place)] = piece[(slice(None), *(slice(0, each.stop - each.start) for each in place))]
-    np.testing.assert_array_equal(out, samples)
-
-
-def test_an_index_counts_in_the_widest_units_and_long_pieces_need_none() -> None:
-    assert plan_packing((32, 32, 3), (4, 4, 1), 1).unit_bytes == 1
-    assert plan_packing((32, 32, 3), (4, 4, 3), 1).unit_bytes == 4
-    assert plan_packing((8, 8), (4, 4), 4).unit_bytes == 16
-    assert plan_packing((3, 64, 64), (1, 64, 64), 1).index is None
-    assert plan_packing((40, 1 << 15), (40, 63), 1).index is None
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 8])

@@ -129,16 +129,6 @@ attributes
 ``categories/<field>``
     Names of the codes of another field, like ``class_names``; code -1 means missing.
 
-Files that were appended to
----------------------------
-Early versions had a command that adds samples to a file, after the old ones; k is unchanged. ``shuffled`` is then 0,
-because old and new samples are not mixed; ``seed`` is still the seed of the first samples. ``options`` gets the key
-``appended``: a list with one object per call. It has the options of the call: ``samples`` (the number of added
-samples), ``seed`` and ``shuffle`` (how the added samples were permuted) and, for images, ``fit``; and ``first_index``,
-which is greater than all earlier values of ``source_index``: the ``source_index`` of a new sample is ``first_index``
-plus the sample's index in its source. The ``source_names`` of new samples are paths relative to that source. New
-classes follow the old classes.
-
 Files that were repacked
 ------------------------
 `h5chunk repack` preserves all of the above, and updates the group: ``options`` gets the key ``repack``, and a shuffle

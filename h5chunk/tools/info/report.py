@@ -179,8 +179,6 @@ class FileInfo(Report):
             origin = f"{count_text(len(self.datasets), 'dataset')}, {self.layout or 'not written by h5chunk'}"
         else:
             order = f"shuffled with seed {self.header.seed}" if self.header.shuffled else "in the order of the source"
-            if not self.header.shuffled and "appended" in self.header.options:
-                order = "with appended samples that are not shuffled among the others"
             samples = count_text(self.header.num_samples, "sample")
             origin = f"h5chunk format {self.header.format_version}, {samples}, {order}"
         lines = [f"{self.path}: {human_bytes(self.num_bytes)}, {origin}"]

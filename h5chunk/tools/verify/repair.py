@@ -1,9 +1,8 @@
 """Rewrite damaged chunks of an image file from the images that it was converted from.
 
-A chunk is rebuilt from its recorded samples, with the options that the file records for the converted and for the
-appended samples. It is written only if it matches the stored checksum, so a repaired file equals the original
-byte for byte. If the process is killed while it writes a chunk, verify still reports this chunk, and another repair
-rewrites it. Undamaged chunks are never written to.
+A chunk is rebuilt from its recorded samples, with the options that the file records. It is written only if it matches
+the stored checksum, so a repaired file equals the original byte for byte. If the process is killed while it writes a
+chunk, verify still reports this chunk, and another repair rewrites it. Undamaged chunks are never written to.
 """
 
 from __future__ import annotations
@@ -73,9 +72,6 @@ class _ChunkMaker:
                 tuple(map(str, header.options.get(name, ()))) or None for name in ("columns", "text_columns")
             )
             encoding = header.options.get("encoding")
-            appended = [
-                (int(record["first_index"]), str(record["fit"])) for record in header.options.get("appended", [])
-            ]
         except (ValueError, KeyError, TypeError):
             raise FileError(
                 f"{label}: does not record how images were decoded, and only images can be repaired: convert its "
@@ -91,11 +87,6 @@ class _ChunkMaker:
         )
         self._listing = list_source(source, listed, skips=True)
         self.source = ImageSource(self._listing, options)
-        self._parts = [(0, self.source)]  # (first source index, source) of the converted and the appended images
-        shape = file[IMAGES].shape if isinstance(file[IMAGES], h5py.Dataset) else ()
-        for first, fit in appended:
-            of_part = replace(ImageOptions.of_recorded(header.options, shape), fit=fit)
-            self._parts.append((first, ImageSource(self._listing, of_part)))
         self._file, self._class_names = file, list(header.class_names)
         try:
             self._index = file[f"{GROUP}/source_index"][()]
@@ -124,28 +115,26 @@ class _ChunkMaker:
             raise SampleError("the source lacks this field: add --manifest, with the manifest of the conversion")
         values = np.zeros(dataset.chunks, dataset.dtype)
         for position, row in enumerate(range(damage.first_sample, damage.last_sample + 1)):
-            source, index, name = self._sample(row)
+            index, name = self._sample(row)
             try:
                 if is_image:
-                    source.read_into(index, {damage.field: values[position]})
+                    self.source.read_into(index, {damage.field: values[position]})
                 else:
                     values[position] = self._value(damage.field, index)
             except SampleError as error:
                 raise SampleError(f"{printable(name)}: {error}") from None
         return self._checked(damage, values.tobytes())
 
-    def _sample(self, row: int) -> tuple[ImageSource, int, bytes]:
-        """Return the source of a row, and the index and the name of its image there."""
+    def _sample(self, row: int) -> tuple[int, bytes]:
+        """Return the index of a row's image in the source, and its name."""
         name = bytes(self._names[int(self._ends[row]) : int(self._ends[row + 1])])
-        number = int(self._index[row])
-        first, source = max((part for part in self._parts if part[0] <= number), key=lambda part: part[0])
-        return source, self._find(number - first, name), name
+        return self._find(int(self._index[row]), name), name
 
     def _kept_image(self, row: int) -> AnyImage:
         """Return a kept image as convert stored it: the content of its file, or its pixels."""
-        source, index, name = self._sample(row)
+        index, name = self._sample(row)
         try:
-            return source.read_any(index)
+            return self.source.read_any(index)
         except SampleError as error:
             raise SampleError(f"{printable(name)}: {error}") from None
 
