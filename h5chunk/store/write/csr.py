@@ -88,8 +88,7 @@ class CsrWriter:
         self._targets: dict[str, PlainTarget] = {}
         for name, dtype in (("indices", layout.index_dtype), ("data", layout.value_dtype)):
             if dtype is not None and layout.num_entries:
-                sizes = layout.num_entries * dtype.itemsize, layout.chunk_entries * dtype.itemsize
-                self._targets[name] = PlainTarget(new, f"{MATRIX}/{name}", *sizes, checked=True)
+                self._targets[name] = PlainTarget(new, f"{MATRIX}/{name}", layout.chunk_entries * dtype.itemsize)
 
     def append(self, indices: np.ndarray, values: np.ndarray | None) -> None:
         """Write the next entries. For a pattern, ``values`` is None."""

@@ -14,7 +14,7 @@ import os
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ class Failure(NamedTuple):
 class TaskResult(NamedTuple):
     """The result of a task.
 
-    ``checksums`` has, for each chunk, a list of the CRC-32 of each field. It is shorter if the task was stopped.
+    ``checksums`` has, for each chunk, a list of the CRC-32 of each field. Images of any size have other lists.
     """
 
     chunks: range
@@ -124,9 +124,16 @@ class Filled:
     stamp: int = 0  # stamp of all samples at the time of reading
 
     def add(self, done: TaskResult) -> None:
+        """Add the result of a task. Results of jobs that are ``in_order`` are added in order."""
         self.notes.update(done.notes)
         self.failures.extend(done.failures)
         self.stamp ^= done.stamp
+        for number, checksums in enumerate(self.checksums.values()):
+            checksums[done.chunks.start : done.chunks.stop] = [of_fields[number] for of_fields in done.checksums]
+
+    def accept(self, job: FillJob, claims: Mapping[int, TaskResult]) -> Iterator[TaskResult]:
+        """Yield the claims of the job's first tasks that no worker needs to verify."""
+        yield from ()
 
 
 def fill(
@@ -136,23 +143,20 @@ def fill(
     written: Callable[[int], None],
     claims: Mapping[int, TaskResult] | None = None,
     finished: Callable[[TaskResult], None] = lambda done: None,
+    filled: Filled | None = None,
 ) -> Filled:
     """Write all chunks of the job, in ``num_workers`` processes, or in this process if the number is 0.
 
     ``claims`` maps first chunks to claims. ``finished`` is called with each new result, except for a result with a
     failed sample if ``stop_at_failure`` is set. ``written`` is called with the number of samples written since the last
-    call.
+    call. The results are added to ``filled``, if it is given.
     """
-    filled = Filled()
-    checksums = np.zeros((len(job.fields), job.num_chunks), np.uint32)
-    claimed = {first: claim for first, claim in (claims or {}).items() if not (stop_at_failure and claim.failures)}
-    tasks = [(chunks, claimed.get(chunks.start)) for chunks in job.tasks()]
-    tasks.sort(key=lambda task: task[1] is None)
-    results = run_tasks(job, tasks, num_workers)
+    if filled is None:
+        filled = Filled({each.name: np.zeros(job.num_chunks, np.uint32) for each in job.fields})
+    usable = {first: claim for first, claim in (claims or {}).items() if not (stop_at_failure and claim.failures)}
+    results = _results(job, filled, usable, num_workers)
     try:
         for done in results:
-            for chunk, of_fields in zip(done.chunks, done.checksums, strict=False):
-                checksums[:, chunk] = of_fields
             filled.add(done)
             is_end = bool(done.failures) and stop_at_failure
             if done.is_new and not is_end:
@@ -163,8 +167,18 @@ def fill(
     finally:
         results.close()
     filled.failures.sort()
-    filled.checksums = {field_.name: of_field for field_, of_field in zip(job.fields, checksums, strict=True)}
     return filled
+
+
+def _results(job: FillJob, filled: Filled, claims: Mapping[int, TaskResult], num_workers: int) -> Generator[TaskResult]:
+    left = job.tasks()
+    for claim in filled.accept(job, claims):
+        yield claim
+        left = left[1:]
+    tasks = [(chunks, claims.get(chunks.start)) for chunks in left]
+    if not job.in_order:
+        tasks.sort(key=lambda task: task[1] is None)
+    yield from run_tasks(job, tasks, num_workers)
 
 
 Task = tuple[range, "TaskResult | None"]
@@ -181,6 +195,9 @@ class TaskRunner:
         size = job.chunk_samples
         self._samples = {field.name: np.zeros((size, *field.shape), field.dtype) for field in job.fields}
         self._bytes = [samples.reshape(-1).view(np.uint8).reshape(size, -1) for samples in self._samples.values()]
+        self._record = [0] * max(
+            1, len(job.fields)
+        )  # what a result says about the present chunk, up to the present sample
         self._session = job.source.session()
         self.position = (0, -1)  # how many samples were begun, and the sample that is being read, or -1
 
@@ -196,7 +213,9 @@ class TaskRunner:
     def run(self, chunks: range, claim: TaskResult | None = None) -> TaskResult:
         """Write these chunks of all fields. If the chunks match a claim, return the claim instead."""
         try:
-            return self._run(chunks, claim)
+            if claim is not None and self.is_unchanged(chunks, claim) and self._are_written(claim):
+                return claim
+            return self._run(chunks)
         finally:
             self._begin(-1)
 
@@ -204,52 +223,47 @@ class TaskRunner:
         """Note that a sample is read from now on, or none."""
         self.position = (self.position[0] + 1, index)
 
-    def _run(self, chunks: range, claim: TaskResult | None) -> TaskResult:
-        if claim is not None and self.is_unchanged(chunks, claim) and self._are_written(claim):
-            return claim
-        done = TaskResult(chunks, [], Counter(), [], 0)
+    def _run(self, chunks: range) -> TaskResult:
+        """Read the samples of these chunks. If the runner is stopped, the result is not used."""
+        done, stamp = TaskResult(chunks, [], Counter(), [], 0), 0
         for chunk in chunks:
-            stamp = self._read_chunk(chunk, done)
-            if stamp is None:
-                return done
-            done = done._replace(stamp=done.stamp ^ stamp)
-            with writing(self._job.part):
-                for target, data in zip(self._job.fields, self._bytes, strict=True):
-                    write_at(self._descriptor, data.data, target.offset + chunk * data.nbytes)
-        return done
-
-    def _read_chunk(self, chunk: int, done: TaskResult) -> int | None:
-        """Read the samples of a chunk into the buffers. Returns their stamp, or None if the task was stopped."""
-        rows = self._job.rows(range(chunk, chunk + 1))
-        checksums, indices = [0] * len(self._bytes), self._job.order[rows.start : rows.stop]
-        stamp = stamp_of_samples(self._job.source, indices)
-        for position, index in enumerate(indices.tolist()):
-            if self._stopped():
-                return None
-            failure = self._read_sample(index, position, done.notes)
-            if failure is not None:
-                done.failures.append(Failure(rows[position], str(failure), type(failure).__name__))
-            for number, data in enumerate(self._bytes):  # while the sample is in the CPU's cache
-                checksums[number] = zlib.crc32(data[position], checksums[number])
-        for number, data in enumerate(self._bytes):
-            padding = data[len(rows) :]
-            if len(padding):
-                padding[...] = 0
-                checksums[number] = zlib.crc32(padding.data, checksums[number])
-        done.checksums.append(checksums)
-        return stamp
+            rows = self._job.rows(range(chunk, chunk + 1))
+            indices = self._job.order[rows.start : rows.stop]
+            stamp ^= stamp_of_samples(self._job.source, indices)
+            self._record = [0] * max(1, len(self._job.fields))
+            for position, index in enumerate(indices.tolist()):
+                if self._stopped():
+                    return done
+                error = self._read_sample(index, position, done.notes)
+                if error is not None:
+                    done.failures.append(Failure(rows[position], str(error), type(error).__name__))
+            self._finish_chunk(chunk, len(rows))
+            done.checksums.append(self._record)
+        return done._replace(stamp=stamp)
 
     def _read_sample(self, index: int, position: int, notes: Counter[str]) -> SampleError | None:
         """Read a sample into row ``position`` of the buffers. If that fails, write zeros and return the error."""
         self._begin(index)
         out = {name: samples[position, ...] for name, samples in self._samples.items()}
+        failure = None
         try:
             notes.update(self._job.source.read_into(index, out))
         except SampleError as error:
             for values in out.values():
                 values[...] = np.zeros((), values.dtype)
-            return error
-        return None
+            failure = error
+        for number, data in enumerate(self._bytes):  # while the sample is in the CPU's cache
+            self._record[number] = zlib.crc32(data[position], self._record[number])
+        return failure
+
+    def _finish_chunk(self, chunk: int, num_samples: int) -> None:
+        """Write the buffers to a chunk, which has so many samples."""
+        with writing(self._job.part):
+            for number, (target, data) in enumerate(zip(self._job.fields, self._bytes, strict=True)):
+                padding = data[num_samples:]
+                padding[...] = 0
+                self._record[number] = zlib.crc32(padding.data, self._record[number])
+                write_at(self._descriptor, data.data, target.offset + chunk * data.nbytes)
 
     def is_unchanged(self, chunks: range, claim: TaskResult) -> bool:
         """Return whether the samples of a claim are unchanged, including those that failed."""

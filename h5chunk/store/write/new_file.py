@@ -146,6 +146,10 @@ class NewFile(Output):
         """Return the offset of a dataset's data in the file."""
         return self._regions[name].offset
 
+    def num_bytes(self, name: str) -> int:
+        """Return the size in bytes of a dataset's data in the file, or 0 if it is not known yet."""
+        return self._regions[name].num_bytes
+
     def write(self, name: str, values: np.ndarray) -> None:
         """Write all values of a dataset, and zeros after the last sample of the last chunk."""
         if not values.size:

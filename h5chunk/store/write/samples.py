@@ -15,7 +15,7 @@ from h5chunk.plan.layout import Layout
 from h5chunk.sample_source import SampleField, SampleSource
 from h5chunk.store.format.header import header_attributes
 from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, Region, field_spec
-from h5chunk.store.write.any_size import AnySizeJob, BytesWriter, any_size_specs, fill_any_size, write_image_tables
+from h5chunk.store.write.any_size import AnySizeJob, FilledImages, any_size_specs, write_image_tables
 from h5chunk.store.write.fill import Failure, Filled, FillField, FillJob, TaskResult, fill
 from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs, write_columns
 
@@ -172,16 +172,16 @@ def _write_any_size(
     name, size = job.any_size, job.layout.chunk_samples
     new.begin(replace(job, num_bytes=LARGE_BYTES).spec(), f"{name}/data")
     mean = job.source.fields[name].sample_bytes
-    images = AnySizeJob(new.part, (), size, job.source, job.order, mean, job.columns)
-    writer = BytesWriter(new, f"{name}/data")
+    images = AnySizeJob(new.part, (), size, job.source, job.order, mean)
+    filled = FilledImages(new, f"{name}/data", job.columns)
     with new.flusher():
-        filled = fill_any_size(writer, images, job.num_workers, not job.skip, written, claims, finished)
+        fill(images, job.num_workers, not job.skip, written, claims, finished, filled)
     check_failures(job, filled.failures)
-    good = filled.facts[:, 0] >= 0
-    facts = filled.facts[good]
-    job = replace(job.with_order(job.order[good]), num_bytes=int(facts[:, 0].sum()))
-    new.complete(job.spec(), f"{name}/data", job.num_bytes or 0)
-    write_image_tables(new, name, facts, writer.finish())
+    facts = filled.facts
+    good = facts[:, 0] >= 0
+    job = replace(job.with_order(job.order[good]), num_bytes=filled.num_bytes)
+    new.complete(job.spec(), f"{name}/data", filled.num_bytes)
+    write_image_tables(new, name, facts[good], filled.target.finish())
     _write_tables(new, job, {})
     return job, filled
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import zlib
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,12 +27,13 @@ class PlainTarget:
 
     any_order = True
 
-    def __init__(self, new: NewFile, name: str, num_bytes: int, chunk_bytes: int, *, checked: bool) -> None:
+    def __init__(self, new: NewFile, name: str, chunk_bytes: int, *, checked: bool = True) -> None:
         self._new, self._name = new, name
         self.descriptor, self.offset = new.descriptor, new.offset(name)
-        self._num_bytes, self._chunk_bytes = num_bytes, chunk_bytes
-        self._sums = np.zeros(math.ceil(num_bytes / chunk_bytes) if checked else 0, np.uint32)
-        self._known = np.zeros(len(self._sums), bool)
+        self._chunk_bytes, self._checked, self._num_bytes = chunk_bytes, checked, 0
+        num_chunks = -(-new.num_bytes(name) // chunk_bytes) if checked else 0
+        self._sums = np.zeros(num_chunks, np.uint32)  # of the first bytes of each chunk
+        self._num_summed = np.zeros(num_chunks, np.int64)  # the number of these bytes
 
     def __enter__(self) -> PlainTarget:
         return self
@@ -43,28 +43,38 @@ class PlainTarget:
     def put(self, offset: int, data: np.ndarray) -> None:
         """Write bytes that will not be overwritten, (n,) uint8, from byte ``offset`` of the dataset on."""
         self.write(offset, data)
-        if not len(self._sums):
-            return
-        end = offset + len(data)
-        last = len(self._sums) if end == self._num_bytes else end // self._chunk_bytes
-        for chunk in range(math.ceil(offset / self._chunk_bytes), last):
-            start = chunk * self._chunk_bytes - offset
-            self._sum(chunk, data[start : start + self._chunk_bytes])
+        if self._checked:
+            self.count(offset, data)
 
-    def _sum(self, chunk: int, data: np.ndarray) -> None:
-        checksum = crc32(data)
-        if len(data) < self._chunk_bytes:  # the last chunk, which is padded with zeros
-            checksum = crc32(np.zeros(self._chunk_bytes - len(data), np.uint8), checksum)
-        self._sums[chunk], self._known[chunk] = checksum, True
+    def count(self, offset: int, data: np.ndarray) -> None:
+        """Add bytes that the file has to the checksums."""
+        self._num_bytes = max(self._num_bytes, offset + len(data))
+        if self._num_bytes > len(self._sums) * self._chunk_bytes:  # the dataset has no length yet
+            more = (0, len(self._sums) + -(-len(data) // self._chunk_bytes))
+            self._sums, self._num_summed = np.pad(self._sums, more), np.pad(self._num_summed, more)
+        while len(data):
+            chunk, within = divmod(offset, self._chunk_bytes)
+            part = data[: self._chunk_bytes - within]
+            if self._num_summed[chunk] == within:  # otherwise, `finish` reads the chunk
+                self._sums[chunk] = crc32(part, int(self._sums[chunk]))
+                self._num_summed[chunk] += len(part)
+            offset += len(part)
+            data = data[len(part) :]
 
     def finish(self) -> np.ndarray:
-        """Return the CRC-32 of each stored chunk, (num_chunks,) uint32, or an empty array unless ``checked``."""
-        for chunk in np.flatnonzero(~self._known).tolist():  # chunks that were written in parts
-            start = chunk * self._chunk_bytes
-            data = np.empty(min(self._chunk_bytes, self._num_bytes - start), np.uint8)
-            self.read(start, data)
-            self._sum(chunk, data)
-        return self._sums
+        """Return the CRC-32 of each stored chunk, (num_chunks,) uint32, or an empty array unless ``checked``.
+
+        The last chunk is padded with zeros, unless it is the only one.
+        """
+        starts = np.arange(0, self._num_bytes if self._checked else 0, self._chunk_bytes)
+        sums, sizes = self._sums[: len(starts)], np.minimum(self._num_bytes - starts, self._chunk_bytes)
+        for chunk in np.flatnonzero(self._num_summed[: len(starts)] != sizes).tolist():  # not written in order
+            data = np.empty(int(sizes[chunk]), np.uint8)
+            self.read(chunk * self._chunk_bytes, data)
+            sums[chunk] = crc32(data)
+        if len(sizes) > 1:
+            sums[-1] = crc32(np.zeros(self._chunk_bytes - int(sizes[-1]), np.uint8), int(sums[-1]))
+        return sums
 
     def write(self, offset: int, data: np.ndarray) -> None:
         """Write bytes, (n,) uint8, that `put` will overwrite, and that therefore need no checksum."""

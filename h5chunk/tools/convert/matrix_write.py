@@ -144,8 +144,7 @@ def _write_dense(
     if is_compressed:
         target = CompressedTarget(new, MATRIX.encode(), threads, checked=True)
     else:
-        num_bytes = layout.num_chunks * layout.chunk_bytes
-        target = PlainTarget(new, MATRIX, num_bytes=num_bytes, chunk_bytes=layout.chunk_bytes, checked=True)
+        target = PlainTarget(new, MATRIX, layout.chunk_bytes)
     with target:
         for number, chunk in enumerate(_dense_chunks(layout, selection, report_written)):
             target.put(number * layout.chunk_bytes, chunk.reshape(-1).view(np.uint8))

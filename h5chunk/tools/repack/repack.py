@@ -339,8 +339,7 @@ class Run:
         facts, checked = move.facts, move.checked
         if move.layout.filters or move.cuts_rows:
             return CompressedTarget(self._new, facts.path, self._plan.shares.num_threads, checked)
-        name, sizes = region_key(facts.path), {"num_bytes": facts.num_bytes, "chunk_bytes": move.chunk_bytes}
-        return PlainTarget(self._new, name, **sizes, checked=checked)
+        return PlainTarget(self._new, region_key(facts.path), move.chunk_bytes, checked=checked)
 
     def _move(self, move: Move, target: Target) -> None:
         facts, shares, order = move.facts, self._plan.shares, self._order
