@@ -10,7 +10,7 @@ import numpy as np
 from h5chunk.plan.csr import CsrLayout, plan_csr
 from h5chunk.store.format.spec import GROUP
 from h5chunk.store.write.csr import CsrWriter, csr_spec
-from h5chunk.store.write.new_file import NewFile, write_columns
+from h5chunk.store.write.new_file import NewFile
 
 
 def write_csr(
@@ -66,7 +66,8 @@ def write_csr(
         writer = CsrWriter(new, layout)
         writer.append(indices.astype(layout.index_dtype, copy=False), codes)
         writer.finish(np.diff(indptr))
-        write_columns(new, fields, layout.chunk_samples)
+        for name, values in fields.items():
+            new.write_checked(name, values, layout.chunk_samples * values.itemsize)
         for name, values in tables.items():
             new.write(f"{GROUP}/{name}", values)
         new.commit()

@@ -16,7 +16,7 @@ import h5chunk
 from h5chunk.errors import FileError, as_text, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.csr import index_dtype
-from h5chunk.store.format.spec import FORMAT_VERSION, GROUP
+from h5chunk.store.format.spec import CHECKSUMS, FORMAT_VERSION, GROUP
 from h5chunk.store.hdf5.guard import check_header_group
 from h5chunk.store.hdf5.open import errors_as
 
@@ -116,31 +116,34 @@ def read_header(file: h5py.File) -> Header | None:
         )
 
 
+def _checksum_tables(file: h5py.File) -> dict[str, h5py.Dataset]:
+    """Return the tables of checksums in an h5chunk file, by path of the dataset whose chunks they describe."""
+    tables: dict[str, h5py.Dataset] = {}
+
+    def add(name: str, item: h5py.Dataset | h5py.Group) -> None:
+        if isinstance(item, h5py.Dataset):
+            tables[name] = item
+
+    group = file.get(CHECKSUMS)
+    if isinstance(group, h5py.Group):
+        group.visititems(add)
+    return tables
+
+
 def checksums_of(file: h5py.File, start: int = 0) -> int:
     """Return a CRC-32 of the names and values of all checksums in an h5chunk file.
 
     ``start`` is the CRC-32 of preceding bytes, if there are any.
     """
-    total = start
-
-    def add(name: str, item: h5py.Dataset | h5py.Group) -> None:
-        nonlocal total
-        if isinstance(item, h5py.Dataset) and item.dtype == np.uint32:
-            total = zlib.crc32(item[()].tobytes(), zlib.crc32(name.encode(), total))
-
-    group = file.get(f"{GROUP}/checksums")
-    if isinstance(group, h5py.Group):
-        group.visititems(add)
-    return total
+    for name, table in _checksum_tables(file).items():
+        if table.dtype == np.uint32:
+            start = zlib.crc32(table[()].tobytes(), zlib.crc32(name.encode(), start))
+    return start
 
 
 def lost_fields(file: h5py.File) -> list[str]:
     """Return the paths of datasets that have checksums in an h5chunk file, but do not exist: renamed or deleted."""
-    names: list[str] = []
-    group = file.get(f"{GROUP}/checksums")
-    if isinstance(group, h5py.Group):
-        group.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-    return [name for name in names if name not in file]
+    return [name for name in _checksum_tables(file) if name not in file]
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,7 @@ from h5chunk.store.hdf5.chunk_table import list_chunks
 
 FORMAT_VERSION = 2
 GROUP = "h5chunk"
+CHECKSUMS = f"{GROUP}/checksums"
 LIBVER = ("v110", "v110")
 ALIGNMENT = 4096
 ALIGNMENT_THRESHOLD = 64 << 10  # smaller datasets are not aligned
@@ -262,7 +263,7 @@ def create_file(path: str | os.PathLike[str], spec: FileSpec) -> dict[str, Regio
 def create_objects(file: h5py.File, spec: FileSpec) -> dict[str, h5py.Dataset]:
     """Create the objects of a specification in a file, and return its datasets by path."""
     datasets = {path: _create_dataset(file, path, array) for path, array in spec.datasets.items()}
-    make_group(file, f"{GROUP}/checksums")
+    make_group(file, CHECKSUMS)
     for path, attributes in spec.attributes.items():
         for name, value in attributes.items():  # h5py would store a ``str`` with variable length
             file[path].attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else value

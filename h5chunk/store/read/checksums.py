@@ -23,7 +23,7 @@ import numpy as np
 from h5chunk.errors import FileError, OptionError, printable
 from h5chunk.native import CHECKSUM, DONE, JOB, VERIFY, Result, available, run
 from h5chunk.store.format.header import Header
-from h5chunk.store.format.spec import GROUP
+from h5chunk.store.format.spec import CHECKSUMS
 from h5chunk.store.hdf5.chunk_table import ChunkTable, is_listed_wrongly
 from h5chunk.store.hdf5.codecs import crc32, scratch
 from h5chunk.store.hdf5.ranges import PART_BYTES, Ranges, VectorTask, held, read_bytes, read_error, read_jobs
@@ -263,7 +263,7 @@ def _expected(file: h5py.File, path: Path, name: str, header: Header | None, che
     if not dataset.size:
         return np.empty(0, np.uint32)
     name = "/".join(part for part in name.split("/") if part not in ("", "."))
-    table = None if header is None else file.get(f"{GROUP}/checksums/{name}")
+    table = None if header is None else file.get(f"{CHECKSUMS}/{name}")
     if not isinstance(table, h5py.Dataset):
         raise OptionError(
             f"checksums is {checksums!r}, but {printable(path)} has no checksums of {name!r}: leave checksums out, or "

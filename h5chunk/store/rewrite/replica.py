@@ -21,7 +21,7 @@ import numpy as np
 from h5py import h5a, h5d, h5g, h5o, h5p, h5r, h5s, h5t, h5z
 
 from h5chunk.errors import FileError, printable
-from h5chunk.store.format.spec import ALIGNMENT, GROUP, FileSpec, Region, create_objects, new_file, region_of
+from h5chunk.store.format.spec import ALIGNMENT, CHECKSUMS, GROUP, FileSpec, Region, create_objects, new_file, region_of
 from h5chunk.store.hdf5.open import DAMAGES, FULL_DISK, translate_errors
 from h5chunk.store.rewrite.shuffle import NewOrder
 from h5chunk.store.rewrite.survey import Node, Survey, attribute_names, is_fixed, references_of
@@ -30,7 +30,6 @@ LIBVER = ("v110", "latest")  # the format of HDF5 1.10, unless a type of the sou
 COMMENT = 13  # type of the object header message that contains a comment
 BAND_ROWS = 1024  # rows to read together if a dataset has no chunks
 OBJECT_BYTES = 80  # memory per Python object, in addition to its bytes
-CHECKSUMS = f"{GROUP}/checksums"
 
 
 class Filter(NamedTuple):

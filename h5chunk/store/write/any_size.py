@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import SampleError
-from h5chunk.store.format.spec import GROUP, IMAGE_TABLES, ArraySpec
+from h5chunk.store.format.spec import CHECKSUMS, IMAGE_TABLES, ArraySpec
 from h5chunk.store.hdf5.codecs import crc32
 from h5chunk.store.write.fill import Filled, FillJob, TaskResult, TaskRunner
 from h5chunk.store.write.new_file import NewFile, checksum_specs
@@ -144,7 +144,5 @@ def write_image_tables(new: NewFile, name: str, facts: np.ndarray, checksums: np
     offsets = np.concatenate(([0], np.cumsum(facts[:, 0])))
     columns = dict(zip(IMAGE_TABLES, (offsets, *facts.T[1:]), strict=True))
     for table, values in columns.items():
-        values = values.astype(IMAGE_TABLES[table])
-        new.write(f"{name}/{table}", values)
-        new.write(f"{GROUP}/checksums/{name}/{table}", np.array([zlib.crc32(values.tobytes())], np.uint32))
-    new.write(f"{GROUP}/checksums/{name}/data", checksums)
+        new.write_checked(f"{name}/{table}", values.astype(IMAGE_TABLES[table]))
+    new.write(f"{CHECKSUMS}/{name}/data", checksums)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from h5chunk.plan.csr import CODE, CsrLayout
 from h5chunk.plan.layout import Layout
 from h5chunk.store.format.header import CSR, DENSE, MATRIX, header_attributes
-from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, field_spec
+from h5chunk.store.format.spec import CHECKSUMS, GROUP, ArraySpec, FileSpec, field_spec
 from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs
 from h5chunk.store.write.targets import PlainTarget
 
@@ -110,7 +109,6 @@ class CsrWriter:
             raise ValueError(
                 f"rows have {indptr[-1]} entries, but {self._num_done} of {self._layout.num_entries} were written"
             )
-        self._new.write(f"{MATRIX}/indptr", indptr)
-        checksums = {"indptr": np.array([zlib.crc32(indptr.tobytes())], np.uint32)}
-        for name, values in (checksums | {name: target.finish() for name, target in self._targets.items()}).items():
-            self._new.write(f"{GROUP}/checksums/{MATRIX}/{name}", values)
+        self._new.write_checked(f"{MATRIX}/indptr", indptr)
+        for name, target in self._targets.items():
+            self._new.write(f"{CHECKSUMS}/{MATRIX}/{name}", target.finish())

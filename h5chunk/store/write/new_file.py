@@ -17,7 +17,7 @@ from h5chunk.errors import OutputError, printable
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.remote.pages import write_at
 from h5chunk.store.format.recommendation import VERSION, sidecar_of
-from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, Region, create_file, field_spec
+from h5chunk.store.format.spec import CHECKSUMS, GROUP, ArraySpec, FileSpec, Region, create_file, field_spec
 from h5chunk.store.hdf5.open import FULL_DISK
 from h5chunk.store.write.journal import Journal
 from h5chunk.store.write.output import Output
@@ -159,6 +159,14 @@ class NewFile(Output):
         with writing(self.path):
             write_at(self.descriptor, data + bytes(region.num_bytes - len(data)), region.offset)
 
+    def write_checked(self, name: str, values: np.ndarray, chunk_bytes: int | None = None) -> None:
+        """Write all values of a dataset, and the checksum of each chunk. By default, the dataset is one chunk."""
+        self.write(name, values)
+        data, size = values.tobytes(), chunk_bytes or values.nbytes
+        data += bytes(-len(data) % size)
+        checksums = [zlib.crc32(data[start : start + size]) for start in range(0, len(data), size)]
+        self.write(f"{CHECKSUMS}/{name}", np.array(checksums, np.uint32))
+
     def read(self, name: str, start: int, num_bytes: int) -> bytes:
         """Read ``num_bytes`` of a dataset, starting at its byte ``start``."""
         return os.pread(self.descriptor, num_bytes, self.offset(name) + start)
@@ -229,17 +237,7 @@ def table_specs(tables: Mapping[str, np.ndarray]) -> dict[str, ArraySpec]:
 
 def checksum_specs(fields: Iterable[str], num_chunks: int) -> dict[str, ArraySpec]:
     """Return the datasets for the checksums of fields, with one checksum per chunk."""
-    return {f"{GROUP}/checksums/{name}": ArraySpec((num_chunks,), np.dtype(np.uint32)) for name in fields}
-
-
-def write_columns(new: NewFile, columns: Mapping[str, np.ndarray], chunk_samples: int) -> None:
-    """Write columns, in row order, and the checksums of their chunks."""
-    for name, values in columns.items():
-        new.write(name, values)
-        data, chunk_bytes = values.tobytes(), chunk_samples * values.itemsize
-        data += bytes(-len(data) % chunk_bytes)
-        checksums = [zlib.crc32(data[i : i + chunk_bytes]) for i in range(0, len(data), chunk_bytes)]
-        new.write(f"{GROUP}/checksums/{name}", np.array(checksums, np.uint32))
+    return {f"{CHECKSUMS}/{name}": ArraySpec((num_chunks,), np.dtype(np.uint32)) for name in fields}
 
 
 def write_recommendation(

@@ -14,10 +14,10 @@ from h5chunk.errors import SampleError, ShapeError, SourceError
 from h5chunk.plan.layout import Layout
 from h5chunk.sample_source import SampleField, SampleSource
 from h5chunk.store.format.header import header_attributes
-from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, Region, field_spec
+from h5chunk.store.format.spec import CHECKSUMS, GROUP, ArraySpec, FileSpec, Region, field_spec
 from h5chunk.store.write.any_size import AnySizeJob, FilledImages, any_size_specs, write_image_tables
 from h5chunk.store.write.fill import Failure, Filled, FillField, FillJob, TaskResult, fill
-from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs, write_columns
+from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs
 
 LARGE_BYTES = 1 << 20  # a placeholder, large enough for HDF5 to align the dataset
 
@@ -244,8 +244,8 @@ def _close_gaps(new: NewFile, job: SampleJob, filled: Filled) -> SampleJob:
 def _write_tables(new: NewFile, job: SampleJob, checksums: Mapping[str, np.ndarray]) -> None:
     """Write the checksums of the filled fields, the columns, and all tables."""
     for name, of_field in checksums.items():
-        new.write(f"{GROUP}/checksums/{name}", of_field)
-    columns = {name: values[job.order] for name, values in job.columns.items()}
-    write_columns(new, columns, job.layout.chunk_samples)
+        new.write(f"{CHECKSUMS}/{name}", of_field)
+    for name, values in job.columns.items():
+        new.write_checked(name, values[job.order], job.layout.chunk_samples * values.itemsize)
     for name, table in (job.index_tables() | job.category_tables()).items():
         new.write(f"{GROUP}/{name}", table)

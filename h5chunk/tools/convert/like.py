@@ -17,7 +17,7 @@ from h5chunk.sources.images import ImageSource
 from h5chunk.sources.kinds import ANY_SIZE, ImageOptions
 from h5chunk.sources.options import flag_of
 from h5chunk.store.format.header import Header, read_header
-from h5chunk.store.format.spec import GROUP
+from h5chunk.store.format.spec import CHECKSUMS, GROUP
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.read.files import list_files
@@ -203,7 +203,7 @@ def _read(path: Path) -> Like:
             datasets[name] = item
         fields = {name: _any_size_of(file, path, name) for name in find_image_groups(datasets)}
         for name, dataset in datasets.items():
-            if "/" not in name and f"{GROUP}/checksums/{name}" in datasets:
+            if "/" not in name and f"{CHECKSUMS}/{name}" in datasets:
                 fields[name] = SampleField(dataset.shape[1:], dataset.dtype)
         prefix = f"{GROUP}/categories/"
         names = {path.removeprefix(prefix): path for path in datasets if path.startswith(prefix)}

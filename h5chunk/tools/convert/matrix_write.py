@@ -12,9 +12,9 @@ from h5chunk.machine import available_cores
 from h5chunk.plan.csr import index_dtype, plan_csr
 from h5chunk.plan.layout import Layout, plan_layout
 from h5chunk.store.format.header import MATRIX
-from h5chunk.store.format.spec import GROUP
+from h5chunk.store.format.spec import CHECKSUMS, GROUP
 from h5chunk.store.write.csr import CsrWriter, csr_spec, dense_spec
-from h5chunk.store.write.new_file import NewFile, write_columns
+from h5chunk.store.write.new_file import NewFile
 from h5chunk.store.write.targets import CompressedTarget, PlainTarget, Target
 from h5chunk.tools.convert.matrix_select import Selection
 
@@ -29,7 +29,8 @@ def write_matrix(new: NewFile, selection: Selection, report_written: Callable[[i
     fields, tables = fields_of(selection), tables_of(selection)
     write = _write_dense if selection.matrix.options.dense else _write_csr
     chunk_samples = write(new, selection, fields, tables, report_written)
-    write_columns(new, fields, chunk_samples)
+    for name, values in fields.items():
+        new.write_checked(name, values, chunk_samples * values.itemsize)
     for name, values in tables.items():
         new.write(f"{GROUP}/{name}", values)
     return {name: str(values.dtype) for name, values in fields.items()}
@@ -149,7 +150,7 @@ def _write_dense(
         for number, chunk in enumerate(_dense_chunks(layout, selection, report_written)):
             target.put(number * layout.chunk_bytes, chunk.reshape(-1).view(np.uint8))
         checksums = target.finish()
-    new.write(f"{GROUP}/checksums/{MATRIX}", checksums)
+    new.write(f"{CHECKSUMS}/{MATRIX}", checksums)
     return layout.chunk_samples
 
 

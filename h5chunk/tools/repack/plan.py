@@ -17,10 +17,10 @@ from h5chunk.errors import FileError, OptionError, human_bytes, printable
 from h5chunk.extras import load
 from h5chunk.plan.repack import MemoryShares, memory_for_copying
 from h5chunk.store.format.header import Header, header_attributes
-from h5chunk.store.format.spec import GROUP, HEADER_BYTES, ArraySpec, FileSpec
+from h5chunk.store.format.spec import CHECKSUMS, GROUP, HEADER_BYTES, ArraySpec, FileSpec
 from h5chunk.store.hdf5.codecs import BLOSC, FLETCHER32, GZIP, LZF, SHUFFLE
 from h5chunk.store.hdf5.guard import check_filters, check_stored_size
-from h5chunk.store.rewrite.replica import CHECKSUMS, Filter, NewLayout
+from h5chunk.store.rewrite.replica import Filter, NewLayout
 from h5chunk.store.rewrite.survey import DatasetFacts, Survey
 from h5chunk.tools.repack.fields import Samples, kept_paths
 from h5chunk.tools.repack.options import RepackOptions

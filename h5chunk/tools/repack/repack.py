@@ -26,14 +26,14 @@ from h5chunk.plan.permutation import permutation
 from h5chunk.plan.repack import MemoryShares
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import read_header
-from h5chunk.store.format.spec import Region
+from h5chunk.store.format.spec import CHECKSUMS, Region
 from h5chunk.store.hdf5.child import Say, in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import is_stored_as
 from h5chunk.store.hdf5.open import open_file, translate_errors
 from h5chunk.store.read.files import Paths, single_file
 from h5chunk.store.read.scan import CheckedDataset
 from h5chunk.store.rewrite.raw_rows import RawRows
-from h5chunk.store.rewrite.replica import CHECKSUMS, Changes, create_replica, region_key
+from h5chunk.store.rewrite.replica import Changes, create_replica, region_key
 from h5chunk.store.rewrite.shuffle import NewOrder, Rows, UnevenRows, copy_rows, shuffle_rows
 from h5chunk.store.rewrite.survey import survey_file
 from h5chunk.store.write.journal import has_command_id, is_made_by, key_of

@@ -17,15 +17,13 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, count_text, printable
 from h5chunk.remote.pages import write_at
-from h5chunk.store.format.spec import GROUP, ArraySpec, FileSpec, create_objects, region_of
+from h5chunk.store.format.spec import CHECKSUMS, GROUP, ArraySpec, FileSpec, create_objects, region_of
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import open_file, opened
 from h5chunk.store.hdf5.ranges import open_descriptor
 from h5chunk.store.read.scan import CheckedDataset
 from h5chunk.store.write.part_file import check_free_space, part_path, sync_folder, writing
-
-CHECKSUMS = f"{GROUP}/checksums"
 
 
 class Accepted(NamedTuple):

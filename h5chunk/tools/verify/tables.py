@@ -11,7 +11,7 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, count_text, printable
 from h5chunk.store.format.header import Header, read_matrix
-from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
+from h5chunk.store.format.spec import CHECKSUMS, GROUP, IMAGE_TABLES
 from h5chunk.store.hdf5.guard import Guard, small_attribute
 from h5chunk.store.read.fields import describe_matrix, in_time_order
 from h5chunk.store.read.ragged import describe_images, read_image_sizes, read_indptr
@@ -51,7 +51,7 @@ def find_table_problems(file: h5py.File, header: Header, names: list[str]) -> It
         axes = small_attribute(dataset, "axes", b"")
         if {layout.encode(), axes} == {b"NCHW", b"NHWC"}:
             yield f"{name} has the attribute axes={axes.decode()}, but was written with layout={layout.lower()}"
-        is_field = "/" not in name and f"{GROUP}/checksums/{name}" in names and "repack" not in header.options
+        is_field = "/" not in name and f"{CHECKSUMS}/{name}" in names and "repack" not in header.options
         chunks = dataset.chunks or ()
         if is_field and (dataset.shape[:1] != (num_samples,) or chunks[:1] != (header.chunk_samples,)):
             yield (

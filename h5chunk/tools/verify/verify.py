@@ -31,7 +31,7 @@ from h5chunk.errors import (
 )
 from h5chunk.paths import takes_paths
 from h5chunk.store.format.header import CSR, MATRIX, Header, lost_fields, read_header
-from h5chunk.store.format.spec import GROUP
+from h5chunk.store.format.spec import CHECKSUMS, GROUP
 from h5chunk.store.hdf5.child import Say, in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import count_unwritten, is_stored_as
 from h5chunk.store.hdf5.guard import Guard
@@ -57,7 +57,6 @@ from h5chunk.tools.verify.tables import ImagesCheck, MatrixCheck, find_table_pro
 from h5chunk.urls import name_of, url_of
 
 QUICK_CHUNKS = 32  # chunks of a dataset that a quick check reads
-CHECKSUMS = f"{GROUP}/checksums/"
 # datasets that always have checksums
 CHECKED = (
     "images",
@@ -164,7 +163,7 @@ def _accept(file: Path, report: VerifyReport, options: _VerifyOptions, progress:
         raise FileError(
             f"{label}: accept replaces checksums only if the structure of the file is right, but {wrong[0]}: write "
             "valid values into the field as it is (file[NAME][...] = values). If the field was created anew, delete "
-            f"{CHECKSUMS}NAME, and write another file with h5chunk repack"
+            f"{CHECKSUMS}/NAME, and write another file with h5chunk repack"
         )
     changes = accept_changes(file, options.accept)
     report = _verify_file(file, options.quick, options.trusted, progress)
@@ -362,7 +361,7 @@ class _FileCheck:
         return matrix.check_entry_values if part == "data" and matrix.by_h5chunk else None
 
     def _read_checksums(self, datasets: dict[str, h5py.Dataset], name: str) -> np.ndarray | None:
-        table = datasets.get(f"{CHECKSUMS}{name}")
+        table = datasets.get(f"{CHECKSUMS}/{name}")
         if self._header is None:
             return None
         if table is None:
