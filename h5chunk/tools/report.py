@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from h5chunk.errors import OutputError, as_text, printable
 from h5chunk.store.write.part_file import check_parent
 
@@ -141,6 +143,8 @@ def _escaped(word: str) -> str:
 
 def _plain(value: Any) -> Any:
     """Convert a value to JSON types; infinity and NaN become None, and text that is not UTF-8 is escaped."""
+    if isinstance(value, np.dtype):
+        return value.str
     if isinstance(value, dict):
         return {as_text(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -39,12 +39,35 @@ class Packing:
     low: Any = None
     high: Any = None
 
+    @property
+    def is_scaled(self) -> bool:
+        return (self.scale, self.offset) != (1, 0)
+
+    @property
+    def stored_missing(self) -> tuple[Any, ...]:
+        """The stored numbers in ``missing``."""
+        return tuple(np.array(self.missing, self.numbers).view(self.stored).tolist())
+
+    def __str__(self) -> str:
+        """Describe the packing, as CF conventions define it."""
+        parts = []
+        if self.is_scaled:
+            parts.append(
+                f"values are packed: value = stored * {self.scale:g} (scale_factor) + {self.offset:g} (add_offset)"
+            )
+        if self.numbers != self.stored:
+            parts.append("stored integers are unsigned (_Unsigned), but read as signed")
+        if self.missing:
+            parts.append(f"{' and '.join(map(str, self.missing))} means missing (_FillValue or missing_value)")
+        return "; ".join([*parts, 'pass decode="cf" to the data set to get the values'])
+
     def unpack(self, stored: np.ndarray) -> np.ndarray:
         """Convert stored numbers. Missing ones become NaN."""
         numbers = stored.view(self.numbers)
-        if self.dtype == self.numbers and not self._has_missing and (self.scale, self.offset) == (1, 0):
+        has_missing = bool(self.missing) or self.low is not None or self.high is not None
+        if self.dtype == self.numbers and not has_missing and not self.is_scaled:
             return numbers
-        if (self.scale, self.offset) == (1, 0):
+        if not self.is_scaled:
             values = numbers.astype(self.dtype)
         else:
             product = np.multiply(numbers, self.scale, dtype=np.float64)
@@ -58,21 +81,12 @@ class Packing:
             values[numbers > self.high] = np.nan
         return values
 
-    @property
-    def _has_missing(self) -> bool:
-        return bool(self.missing) or self.low is not None or self.high is not None
-
 
 def check_decode(decode: Any) -> str:
     """Validate the argument ``decode``. Returns `CF`, or an empty string for None."""
     if decode not in (None, "", CF):
         raise OptionError(f"decode is {decode!r}: pass 'cf' for numbers that are packed as in netCDF, or leave it out")
     return decode or ""
-
-
-def is_packed(dataset: h5py.Dataset) -> bool:
-    """Return whether a dataset has an attribute by which its numbers are scaled."""
-    return any(h5py.h5a.exists(dataset.id, name.encode()) for name in (*SCALES, UNSIGNED))
 
 
 def packing_of(dataset: h5py.Dataset, stored: np.dtype, where: str) -> Packing | None:

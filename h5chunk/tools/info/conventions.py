@@ -1,21 +1,18 @@
-"""Recognise what other programs store in HDF5 beside data, and the attributes that change the meaning of numbers.
+"""Recognise what other programs store in HDF5 beside data.
 
 Sources: MATLAB's v7.3 files (https://www.mathworks.com/help/matlab/import_export/mat-file-versions.html), PyTables'
-and pandas' groups, Keras' weights, the netCDF-4 format (https://docs.unidata.ucar.edu/nug/current/file_format_specifications.html)
-and the CF conventions, section 8.1 (packed data).
+and pandas' groups, Keras' weights, and the netCDF-4 format
+(https://docs.unidata.ucar.edu/nug/current/file_format_specifications.html).
 """
 
 from __future__ import annotations
 
-import math
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import h5py
-import numpy as np
 
 from h5chunk.errors import FileError
 from h5chunk.store.hdf5.guard import small_attribute
@@ -25,38 +22,6 @@ PANDAS_NAMES = re.compile(r"axis\d+(_level\d+|_label\d+)?|block\d+_items(_level\
 PLACEHOLDER = "This is a netCDF dimension but not a netCDF variable"
 MAX_MEMBERS = 100  # members of the root group that are looked at
 MATLAB_CHARACTERS = ("char", "string", "cell", "function_handle")
-
-
-@dataclass(frozen=True)
-class Packing:
-    """The attributes with which netCDF says what stored values mean. value = stored * ``scale`` + ``offset``."""
-
-    scale: float = 1.0
-    offset: float = 0.0
-    missing: tuple[int | float, ...] = ()  # stored values that mean that there is no value
-    is_unsigned: bool = False  # whether signed integers stand for unsigned ones
-
-    @property
-    def is_packed(self) -> bool:
-        return (self.scale, self.offset) != (1.0, 0.0)
-
-    def __bool__(self) -> bool:
-        return self != Packing()
-
-    def __str__(self) -> str:
-        """Describe the packing, as CF conventions define it."""
-        parts = []
-        if self.is_packed:
-            parts.append(
-                f"values are packed: value = stored * {self.scale:g} (scale_factor) + {self.offset:g} (add_offset)"
-            )
-        if self.is_unsigned:
-            parts.append("stored integers are unsigned (_Unsigned), but read as signed")
-        if self.missing:
-            parts.append(f"{' and '.join(map(str, self.missing))} means missing (_FillValue or missing_value)")
-        if self.is_packed or self.is_unsigned or self.missing:
-            parts.append('pass decode="cf" to the data set to get the values')
-        return "; ".join(parts)
 
 
 def is_matlab(file: h5py.File) -> bool:
@@ -102,32 +67,6 @@ def why_no_data(name: str, dataset: h5py.Dataset, *, in_keras: bool = False) -> 
     if groups and PANDAS_NAMES.fullmatch(last) and h5py.h5a.exists(dataset.parent.id, b"pandas_type"):
         return "names of rows or columns of pandas"
     return ""
-
-
-def packing_of(dataset: h5py.Dataset) -> Packing:
-    """Return the packing of a dataset of numbers; the default if it has no attributes of netCDF."""
-    if dataset.dtype.kind not in "iuf":
-        return Packing()
-    kind = dataset.dtype.newbyteorder("=")
-    marks = np.concatenate([_numbers(dataset, name) for name in ("_FillValue", "missing_value")])
-    with np.errstate(all="ignore"):
-        stored = dict.fromkeys(marks.astype(kind).tolist())
-    return Packing(
-        scale=_number(dataset, "scale_factor", 1.0),
-        offset=_number(dataset, "add_offset", 0.0),
-        missing=tuple(value for value in stored if math.isfinite(value)),  # --stats leaves out all others
-        is_unsigned=kind.kind == "i" and _word(dataset, "_Unsigned").lower() == "true",
-    )
-
-
-def _number(dataset: h5py.Dataset, name: str, default: float) -> float:
-    found = _numbers(dataset, name)
-    return float(found[0]) if len(found) == 1 and math.isfinite(found[0]) else default
-
-
-def _numbers(dataset: h5py.Dataset, name: str) -> np.ndarray:
-    value = np.ravel(small_attribute(dataset, name, ())) if h5py.h5a.exists(dataset.id, name.encode()) else np.empty(0)
-    return value if value.dtype.kind in "iuf" else np.empty(0)
 
 
 def _word(dataset: h5py.Dataset, name: str) -> str:

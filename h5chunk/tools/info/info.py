@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import count_unwritten, is_text, is_vlen, partial_chunks_are_plain, unwritten_value
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import errors_as, opened
+from h5chunk.store.hdf5.open import DAMAGES, errors_as, opened
+from h5chunk.store.hdf5.packing import Packing, packing_of
 from h5chunk.store.hdf5.types import element_of, members_of, type_text
 from h5chunk.store.read.encoded import holds_images
 from h5chunk.store.read.fields import (
@@ -48,7 +50,7 @@ from h5chunk.store.read.ragged import (
 from h5chunk.store.read.source import Source
 from h5chunk.store.read.vlen import describe_vlen
 from h5chunk.tools.chunk_cache import ChunkCacheInfo, cache_of_file
-from h5chunk.tools.info.conventions import is_keras, is_matlab, packing_of, why_no_data
+from h5chunk.tools.info.conventions import is_keras, is_matlab, why_no_data
 from h5chunk.tools.info.layouts import Recognised, loader_code, note_on_samples, recognise
 from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, ImagesInfo, MachineInfo, MatrixInfo
 from h5chunk.tools.info.summary import (
@@ -167,7 +169,11 @@ def _with_statistics(file: FileInfo, trusted: bool, stats: bool, progress: Progr
             f"{printable(file.path)}: has no dense field of floats or arrays, and other fields have no statistics: "
             "leave out --stats"
         )
-    missing = {name: item.packing.missing for name, item in stored.items() if item and name in names}
+    missing = {
+        name: item.packing.stored_missing if item.packing else ()
+        for name, item in stored.items()
+        if item and name in names
+    }
     found = store_statistics(Path(file.path), missing, images, trusted=trusted, progress=progress)
     return replace(file, statistics=found)
 
@@ -499,8 +505,14 @@ def _describe(name: str, dataset: h5py.Dataset, path: Path, cache: CacheSettings
         verdict=verdict or _verdict(dataset, path, grid, reads),
         num_unwritten=num_unwritten,
         reads_as=unwritten_value(dataset) if num_unwritten else "",
-        packing=packing_of(dataset),
+        packing=_packing_of(dataset),
     )
+
+
+def _packing_of(dataset: h5py.Dataset) -> Packing | None:
+    with suppress(FieldError, *DAMAGES):  # attributes that do not fit the conventions are not described
+        return packing_of(dataset, dataset.dtype.newbyteorder("="), "")
+    return None
 
 
 def _verdict(dataset: h5py.Dataset, path: Path, grid: ChunkGrid, reads: int) -> str:

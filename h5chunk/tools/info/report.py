@@ -14,8 +14,8 @@ from h5chunk.plan.cache import CacheSettings
 from h5chunk.sample_source import shape_text
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.statistics import FieldStatistics, merged
+from h5chunk.store.hdf5.packing import Packing
 from h5chunk.tools.chunk_cache import ChunkCacheInfo
-from h5chunk.tools.info.conventions import Packing
 from h5chunk.tools.info.summary import IMAGES, SINGLE, summarise
 from h5chunk.tools.report import Report, code, list_some, shell_command, values_text
 
@@ -45,7 +45,7 @@ class DatasetInfo(Report):
     verdict: str
     num_unwritten: int = 0  # number of chunks that were never written, which is legal; 1 for a contiguous dataset
     reads_as: str = ""  # the value that unwritten chunks read as
-    packing: Packing = field(default_factory=Packing)  # what the stored numbers mean, by netCDF's attributes
+    packing: Packing | None = None  # what the stored numbers mean, by netCDF's attributes
 
     @property
     def can_train(self) -> bool:
@@ -211,9 +211,9 @@ class FileInfo(Report):
             lines.append("  no datasets")
         return lines
 
-    def packing_of(self, name: str) -> Packing:
+    def packing_of(self, name: str) -> Packing | None:
         """Return what the numbers of a field mean."""
-        return next((item.packing for item in self.datasets if item.name == name), Packing())
+        return next((item.packing for item in self.datasets if item.name == name), None)
 
     def _advice(self) -> list[str]:
         """Return advice if plain reads of a dataset are slow, or samples are cut into several chunks."""
@@ -238,9 +238,9 @@ class FileInfo(Report):
         return lines
 
 
-def _statistics_lines(name: str, found: FieldStatistics, packing: Packing) -> list[str]:
+def _statistics_lines(name: str, found: FieldStatistics, packing: Packing | None) -> list[str]:
     mean, std = (_some(column) for column in (found.mean, found.std))
-    what = "missing, NaN or infinite" if packing.missing else "NaN or infinite"
+    what = "missing, NaN or infinite" if packing and packing.missing else "NaN or infinite"
     missing = f"; {count_text(found.num_missing, 'value')} {what}" if found.num_missing else ""
     if not any(found.count):
         return [f"{name}  all values are {what}"]
@@ -253,7 +253,7 @@ def _statistics_lines(name: str, found: FieldStatistics, packing: Packing) -> li
         else f"{name}  {values}: Normalize needs each std to be positive",
         f"    values{stored and ' as stored'} from {min(found.minimum):.6g} to {max(found.maximum):.6g}{missing}",
     ]
-    if packing.is_packed:
+    if packing and packing.is_scaled:
         mean = _some([value * packing.scale + packing.offset for value in found.mean])
         lines.append(f"    unpacked: mean=({mean}), std=({_some([value * abs(packing.scale) for value in found.std])})")
     return lines
