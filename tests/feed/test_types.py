@@ -121,6 +121,20 @@ def test_columns_beside_others_that_cannot_be_read(tmp_path):
         h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["t"])
 
 
+@pytest.mark.parametrize("options", [{}, {"chunks": (5,), "compression": "gzip"}])
+def test_columns_beside_arrays_of_strings_of_variable_length(tmp_path, options):
+    kind = np.dtype([("number", "<i4"), ("names", h5py.string_dtype(), (3,)), ("x", "<f8")])
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        table = np.zeros(N, kind)
+        table["number"], table["x"], table["names"] = np.arange(N), np.arange(N) / 2, "text"
+        file.create_dataset("t", data=table, **options)
+        file.create_dataset("samples/0/t", data=table, **options)
+    dataset = h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["t/number", "t/x"])
+    numbers, x = dataset[list(range(N))]
+    assert numbers.tolist() == list(range(N)) and x.tolist() == [number / 2 for number in range(N)]
+    assert h5chunk.Keyed(tmp_path / "a.h5", "samples/*/t/x")[[0]][0].tolist() == [x.tolist()]
+
+
 def test_enumerations_have_names(tmp_path):
     for number, names in enumerate(({"CAT": 0, "DOG": 2}, {"CAT": 0, "COW": 2}, {"CAT": -1, "DOG": 2})):
         with h5py.File(tmp_path / f"{number}.h5", "w") as file:

@@ -213,11 +213,26 @@ def is_listed_wrongly(dataset: h5py.Dataset) -> bool:
     return index_type in (EXTENSIBLE_ARRAY, None)
 
 
+def parts_of(kind: h5py.h5t.TypeID) -> Iterator[h5py.h5t.TypeID]:
+    """Yield a type and, recursively, the types of its members and elements."""
+    yield kind
+    if isinstance(kind, h5py.h5t.TypeCompoundID):
+        for number in range(kind.get_nmembers()):
+            yield from parts_of(kind.get_member_type(number))
+    elif isinstance(kind, (h5py.h5t.TypeArrayID, h5py.h5t.TypeVlenID)):
+        yield from parts_of(kind.get_super())
+
+
 def is_variable(kind: h5py.h5t.TypeID) -> bool:
-    """Return whether a type has variable-length parts or references, which HDF5 follows without checks."""
-    if isinstance(kind, h5py.h5t.TypeStringID):
-        return bool(kind.is_variable_str())
-    return bool(kind.detect_class(h5py.h5t.VLEN) or kind.detect_class(h5py.h5t.REFERENCE))
+    """Return whether a type has variable-length parts or references, which HDF5 follows without checks.
+
+    HDF5's own H5Tdetect_class does not find strings of variable length in array types.
+    """
+    return any(
+        isinstance(part, (h5py.h5t.TypeVlenID, h5py.h5t.TypeReferenceID))
+        or (isinstance(part, h5py.h5t.TypeStringID) and part.is_variable_str())
+        for part in parts_of(kind)
+    )
 
 
 def is_vlen(dataset: h5py.Dataset) -> bool:

@@ -123,7 +123,8 @@ class ThroughHdf5(FillCodec):
         raw = out.view(self._stored).reshape(count) if is_direct else np.zeros(count, self._stored)
         with self._files.lock:
             try:
-                dataset, space, kind = self._files.dataset(self._path, self._check, self._name, self._open)
+                key = self._name, self._element.member
+                dataset, space, kind = self._files.dataset(self._path, self._check, key, self._open)
                 space.select_hyperslab(tuple(start), count)
                 dataset.read(h5py.h5s.create_simple(count), space, raw, kind)
             except FileError:

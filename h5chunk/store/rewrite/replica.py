@@ -22,9 +22,10 @@ from h5py import h5a, h5d, h5g, h5o, h5p, h5r, h5s, h5t, h5z
 
 from h5chunk.errors import FileError, printable
 from h5chunk.store.format.spec import ALIGNMENT, CHECKSUMS, GROUP, FileSpec, Region, create_objects, new_file, region_of
+from h5chunk.store.hdf5.chunk_table import is_variable
 from h5chunk.store.hdf5.open import DAMAGES, FULL_DISK, translate_errors
 from h5chunk.store.rewrite.shuffle import NewOrder
-from h5chunk.store.rewrite.survey import Node, Survey, attribute_names, is_fixed, references_of
+from h5chunk.store.rewrite.survey import Node, Survey, attribute_names, references_of
 
 LIBVER = ("v110", "latest")  # the format of HDF5 1.10, unless a type of the source needs a newer one
 COMMENT = 13  # type of the object header message that contains a comment
@@ -131,7 +132,7 @@ class _Copier:
 
     def _value(self, old: h5a.AttrID, new: h5a.AttrID, where: str) -> None:
         kind = old.get_type()
-        if is_fixed(kind):
+        if not is_variable(kind):
             values = np.empty(old.shape, f"V{kind.get_size()}")
             old.read(values, kind)
             new.write(values, kind)
@@ -347,7 +348,7 @@ def _spaces(dataset: h5py.Dataset, rows: range | None) -> tuple[tuple[int, ...],
 def _read(dataset: h5py.Dataset, rows: range | None) -> np.ndarray:
     shape, memory, space = _spaces(dataset, rows)
     kind = dataset.id.get_type()
-    fixed = is_fixed(kind)
+    fixed = not is_variable(kind)
     values = np.empty(shape, f"V{kind.get_size()}" if fixed else dataset.dtype)
     dataset.id.read(memory, space, values, kind if fixed else None)
     return values
@@ -356,7 +357,7 @@ def _read(dataset: h5py.Dataset, rows: range | None) -> np.ndarray:
 def _write(dataset: h5py.Dataset, rows: range | None, values: np.ndarray) -> None:
     _, memory, space = _spaces(dataset, rows)
     kind = dataset.id.get_type()
-    dataset.id.write(memory, space, values, kind if is_fixed(kind) else None)
+    dataset.id.write(memory, space, values, None if is_variable(kind) else kind)
 
 
 def _size(values: np.ndarray) -> int:

@@ -6,7 +6,6 @@ External links, external storage and virtual datasets are refused. Soft links ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ from h5py import h5a, h5d, h5g, h5l, h5o, h5s, h5t
 
 from h5chunk.errors import FileError, TrustError, printable
 from h5chunk.plan.cache import ChunkGrid
+from h5chunk.store.hdf5.chunk_table import is_variable, parts_of
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.hdf5.open import DAMAGES, translate_errors
 
@@ -198,29 +198,10 @@ def describe_dataset(dataset: h5d.DatasetID, path: bytes, label: str) -> Dataset
             KNOWN_FILTERS.get(filter_[0]) or printable(filter_[3].split(b"\0")[0]) for filter_ in filters
         ),
         stored_bytes=int(stored_bytes),
-        is_fixed_size=is_fixed(kind),
+        is_fixed_size=not is_variable(kind),
         has_references=bool(references),
         has_region_references=refers_to_regions(kind),
         has_named_type=kind.committed(),
-    )
-
-
-def parts_of(kind: h5t.TypeID) -> Iterator[h5t.TypeID]:
-    """Yield a type and, recursively, the types of its members and elements."""
-    yield kind
-    if isinstance(kind, h5t.TypeCompoundID):
-        for number in range(kind.get_nmembers()):
-            yield from parts_of(kind.get_member_type(number))
-    elif isinstance(kind, (h5t.TypeArrayID, h5t.TypeVlenID)):
-        yield from parts_of(kind.get_super())
-
-
-def is_fixed(kind: h5t.TypeID) -> bool:
-    """Return whether values are plain bytes, without variable-length parts or references."""
-    return not any(
-        isinstance(part, (h5t.TypeVlenID, h5t.TypeReferenceID))
-        or (isinstance(part, h5t.TypeStringID) and part.is_variable_str())
-        for part in parts_of(kind)
     )
 
 
