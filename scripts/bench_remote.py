@@ -9,10 +9,12 @@
 Starts `range_server.py`: 30 ms before each response, 100 MB/s for each connection, and 1 GB/s in all. The kinds are
 images; windows of 16 frames of episodes that are groups, of which each dataset is contiguous (``windows``), or that are
 runs of rows with a chunk for each frame (``frames``); patches of chunked volumes; and a dataset per sample (``keyed``).
-A turn is the second epoch of batches of 64, without a cache. The bare client then makes the requests of that epoch
-again, as the server has logged them, with the same number at a time, and discards the bytes. Prints for each kind the
-samples/s and the MB/s of both, the ratio (medians and range of the rounds), the bytes of all requests for each byte of
-the file, and the seconds from opening to the first batch: for the first time, and again.
+A turn is the epochs after the first, without a cache, in batches of 64: so many that what was read ahead before them,
+and is read ahead at their end, hardly counts. The bare client then makes the requests of these epochs again, as the
+server has logged them, with the same number at a time, and discards the bytes. Prints for each kind the samples/s, the
+MB/s, and the seconds of processor time for each GB of both, without those of the server; the ratio of their rates
+(medians and range of the rounds); the rate for the local file, which limits that for the URL; the bytes of all requests
+for each byte of the file; and the seconds from opening to the first batch: for the first time, and again.
 
 Other packages are measured with several numbers of workers and file sizes; ENV is an environment in which the package
 and h5py are installed.
@@ -42,7 +44,7 @@ import h5chunk
 from h5chunk.plan.order import Order
 
 SCRIPTS = Path(__file__).parent
-BATCH, REQUESTS = 64, 64
+BATCH, REQUESTS, EPOCHS = 64, 64, 4
 PART_MIB, WORKERS = (4, 16, 64), (2, 4, 8)  # sizes of the files of other packages, and workers
 
 
@@ -58,16 +60,35 @@ def range_server(folder: Path, *options: object) -> Iterator[str]:
             server.kill()
 
 
-def bare_client(url: str, ranges: Sequence[tuple[str, int, int]]) -> float:
-    """Request byte ranges, several at a time, and discard the bytes. Returns the seconds that this took."""
+@contextmanager
+def stopwatch() -> Iterator[Callable[[], tuple[float, float]]]:
+    """Return a function with the seconds, and the processor seconds of all processes but the server, of a context."""
+    started, used = time.perf_counter(), processor_s()
+    found: list[tuple[float, float]] = []
+    yield lambda: found[0]
+    found.append((time.perf_counter() - started, processor_s() - used))
+
+
+def processor_s() -> float:
+    """Return the processor time of this process and of the processes that it has started, except for the server."""
+    children = "".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
+    ticks = 0
+    for process in (Path("/proc", number) for number in children.split()):
+        if b"range_server.py" not in (process / "cmdline").read_bytes():
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def bare_client(url: str, ranges: Sequence[tuple[str, int, int]]) -> tuple[float, float]:
+    """Request byte ranges, several at a time, and discard the bytes. Returns the seconds and processor seconds."""
     import obstore
     from obstore.store import from_url
 
     store = from_url(url, client_options={"allow_http": True, "timeout": "60s"})
-    with ThreadPoolExecutor(REQUESTS) as pool:
-        started = time.perf_counter()
+    with ThreadPoolExecutor(REQUESTS) as pool, stopwatch() as taken:
         list(pool.map(lambda each: len(obstore.get_range(store, each[0], start=each[1], end=each[2])), ranges))
-        return time.perf_counter() - started
+    return taken()
 
 
 # ---- the kinds of samples: each has a function that writes a file, and one that opens it
@@ -146,7 +167,7 @@ def measure_kind(kind: str, folder: Path, num_bytes: int, num_rounds: int, optio
     served.mkdir()
     make(served / f"{kind}.h5", num_bytes)
     os.environ["XDG_CACHE_HOME"] = str(cache)
-    seconds, bare, firsts, ranges = [], [], [], []
+    own, bare, local, firsts, ranges = [], [], [], [], []
     with range_server(served, "--log", log, *options) as url:
         for _ in range(2):
             started = time.perf_counter()
@@ -155,35 +176,50 @@ def measure_kind(kind: str, folder: Path, num_bytes: int, num_rounds: int, optio
                 next(iter(loader))
                 firsts.append(time.perf_counter() - started)
         for _ in range(num_rounds):
-            with h5chunk.ChunkLoader(data, BATCH, resident=False, reuse=True) as loader:
-                for _ in loader:  # which ends with reading the next epoch
-                    pass
-                before = log.stat().st_size
-                started = time.perf_counter()
-                num_samples = sum(len(batch[0]) for batch in loader)
-                seconds.append(time.perf_counter() - started)
-                lines = log.read_text()[before:].splitlines()
+            _, taken = later_epochs(open_kind(str(served / f"{kind}.h5")), log)
+            local.append(taken)
+            lines, taken = later_epochs(data, log)
+            own.append(taken)
             ranges = [(name.lstrip("/"), int(start), int(stop)) for name, start, stop in map(str.split, lines)]
             bare.append(bare_client(url, ranges))
-    total = sum(stop - start for _, start, stop in ranges)
-    file_bytes = (served / f"{kind}.h5").stat().st_size
-    ratios = sorted(other / own for own, other in zip(seconds, bare, strict=True))
-    own_s, bare_s = statistics.median(seconds), statistics.median(bare)
+    total, num_samples = sum(stop - start for _, start, stop in ranges), EPOCHS * len(data)
+    ratios = sorted(other_s / own_s for (own_s, _), (other_s, _) in zip(own, bare, strict=True))
     print(
-        f"{kind}: {num_samples / own_s:,.0f} samples/s ({total / own_s / 1e6:,.0f} MB/s), bare client "
-        f"{num_samples / bare_s:,.0f} ({total / bare_s / 1e6:,.0f} MB/s), ratio {statistics.median(ratios):.2f} "
-        f"({ratios[0]:.2f} to {ratios[-1]:.2f}); {len(ranges)} requests of {total / len(ranges) / 1e3:,.0f} kB, "
-        f"{total / file_bytes:.2f} of the bytes of the file; first batch after {firsts[0]:.2f} and "
-        f"{firsts[1]:.2f} s",
+        f"{kind}: {speed(own, num_samples, total)}, bare client {speed(bare, num_samples, total)}, ratio "
+        f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}); local file "
+        f"{num_samples / statistics.median(seconds for seconds, _ in local):,.0f} samples/s; {len(ranges)} requests of "
+        f"{total / len(ranges) / 1e3:,.0f} kB, {total / EPOCHS / (served / f'{kind}.h5').stat().st_size:.2f} of the "
+        f"bytes of the file; first batch after {firsts[0]:.2f} and {firsts[1]:.2f} s",
         flush=True,
     )
     shutil.rmtree(served)
 
 
+def later_epochs(data: h5chunk.ChunkDataset, log: Path) -> tuple[list[str], tuple[float, float]]:
+    """Read epochs after a first one. Returns the logged requests, and the seconds and processor seconds."""
+    with h5chunk.ChunkLoader(data, BATCH, resident=False, reuse=True) as loader:
+        for _ in loader:  # which ends with reading the next epoch
+            pass
+        before = log.stat().st_size
+        with stopwatch() as taken:
+            for _ in range(EPOCHS):
+                for _ in loader:
+                    pass
+        return log.read_text()[before:].splitlines(), taken()
+
+
+def speed(taken: Sequence[tuple[float, float]], num_samples: int, num_bytes: int) -> str:
+    seconds, used = map(statistics.median, zip(*taken, strict=True))
+    return (
+        f"{num_samples / seconds:,.0f} samples/s ({num_bytes / seconds / 1e6:,.0f} MB/s, "
+        f"{used / num_bytes * 1e9:.2f} s of processor time per GB)"
+    )
+
+
 def epochs(data: object, num_epochs: int) -> tuple[float, list[float], list[float]]:
     """Return the seconds until the first batch, and each epoch's images/s and seconds of processor time."""
     started, first, rates, used = time.perf_counter(), 0.0, list[float](), list[float]()
-    with h5chunk.ChunkLoader(data, BATCH, resident=False, reuse=True) as loader:  # type: ignore[arg-type]
+    with h5chunk.ChunkLoader(data, BATCH, resident=False, reuse=True) as loader:
         for _ in range(num_epochs):
             begun, used_s, count = time.perf_counter(), time.process_time(), 0
             for images, _ in loader:
