@@ -196,6 +196,12 @@ class Mirror:
         """Return whether bytes are held as metadata in this process."""
         return bool(self._holds[offset // PAGE : -(-stop // PAGE)].all())
 
+    def missing(self, addresses: np.ndarray) -> np.ndarray:
+        """Return the addresses of bytes, (n,) int64, that are neither kept, nor held as metadata in this process."""
+        places = addresses[(addresses >= 0) & (addresses < self.pages.num_bytes)]
+        pages = places // PAGE
+        return places[(self._holds[pages] == 0) & ~self.pages.which_are_kept(pages)]
+
     def hold_metadata(self, offsets: Any, sizes: Any) -> Hold:
         """Hold byte ranges as `held` does, until `release`."""
         hold = self.held(offsets, sizes)

@@ -87,8 +87,8 @@ class MirrorFile:
             self._mirror.release(latest)
         held, num_bytes, limit = self._of_levels.setdefault(kind, []), 0, 8 * self._max_ahead
         children = _children(node)
-        while len(children) and num_bytes < limit:
-            held.append(_held_objects(self._mirror, children, NODE_BYTES))
+        while num_bytes < limit and len(missing := self._mirror.missing(children)):
+            held.append(_held_objects(self._mirror, missing, NODE_BYTES))
             num_bytes += PAGE * sum(stop - first for first, stop in held[-1].runs)
             descriptor = self._mirror.pages.descriptor
             nodes = (os.pread(descriptor, len(node), child) for child in children.tolist() if child >= 0)
@@ -121,12 +121,8 @@ def _children(node: memoryview) -> np.ndarray:
 
 
 def _held_objects(mirror: Mirror, addresses: np.ndarray, num_bytes: int) -> Hold:
-    """Fetch ``num_bytes`` at each address, and hold them. Objects that are close to each other share a request.
-
-    Objects that HDF5 has read before are kept already.
-    """
-    places = np.unique(addresses[(addresses >= 0) & (addresses < mirror.pages.num_bytes)])
-    places = places[~mirror.pages.which_are_kept(places // PAGE)]
+    """Fetch ``num_bytes`` at each address, and hold them. Objects that are close to each other share a request."""
+    places = np.unique(addresses)
     gaps = np.diff(places, append=mirror.pages.num_bytes)
     return mirror.hold_metadata(places, np.where(gaps <= JOINED_BYTES, gaps, np.minimum(gaps, num_bytes)))
 
@@ -134,7 +130,7 @@ def _held_objects(mirror: Mirror, addresses: np.ndarray, num_bytes: int) -> Hold
 @contextmanager
 def fetched(mirror: Mirror, addresses: np.ndarray) -> Iterator[None]:
     """Fetch the objects at addresses of an HDF5 file, (n,) int64, and hold them within a context."""
-    hold = _held_objects(mirror, addresses, OBJECT_BYTES)
+    hold = _held_objects(mirror, mirror.missing(addresses), OBJECT_BYTES)
     try:
         yield
     finally:
