@@ -9,7 +9,7 @@ import numpy as np
 from h5chunk.errors import SampleError
 from h5chunk.native import jpeg
 from h5chunk.native.augment import BOX_HEIGHT, BOX_WIDTH, ERASED, FULL_HEIGHT, FULL_WIDTH, HEIGHT, OFFSET, WIDTH
-from h5chunk.store.read.fields import FrameDecoder, Shape
+from h5chunk.store.read.encoded import FrameDecoder, Shape
 
 JPEG = 0xFF  # first byte of a JPEG
 

@@ -22,8 +22,8 @@ from h5chunk.store.hdf5.open import errors_as, fetched_objects, follow, opened
 from h5chunk.store.hdf5.patterns import Match, Pattern, find_matches
 from h5chunk.store.hdf5.types import element_of, read_elements, type_problem
 from h5chunk.store.read.arrays import Arrays, Blocks, Origin
-from h5chunk.store.read.encoded import EncodedField
-from h5chunk.store.read.fields import Field, FrameDataset, FrameDecoder
+from h5chunk.store.read.encoded import EncodedField, FrameDataset, FrameDecoder
+from h5chunk.store.read.fields import Field
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader

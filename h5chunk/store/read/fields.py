@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import h5py
 import numpy as np
@@ -27,39 +27,49 @@ from h5chunk.store.hdf5.guard import Guard, small_attribute
 from h5chunk.store.hdf5.open import errors_as
 from h5chunk.store.hdf5.strings import read_words
 from h5chunk.store.hdf5.types import Element, element_of, find_column, members_of
-from h5chunk.store.read.ragged import FlatSamples, RaggedField, describe_images, describe_series
+from h5chunk.store.read.ragged import REMEDY, FlatSamples, RaggedField, describe_images
 from h5chunk.store.read.samples import Part, Rows, StoredFile
 from h5chunk.store.read.vlen import describe_vlen, longest_text, text_part
 
 MATRIX_PARTS = ("indptr", "indices", "data")
 TENX_PARTS = (b"barcodes", b"indptr", b"indices", b"data", b"shape")
 WINDOW = "NT"  # beginning of the axes of a field of windows: samples, then time steps
+MATRIX_REMEDY = "convert their sources together, or with the same --scale, --values or --binarize"
 SAMPLE_NUMBER = "sample_number"  # the field that numbers samples
 KIND_ATTRIBUTES = ("encoding-type", "h5sparse_format")
 
 Fields = Mapping[str, str] | Sequence[str]
-Shape = tuple[int, int, int]  # height, width and channels
 
 
-class FrameDecoder(NamedTuple):
-    """The functions that decode frames. Both can be pickled.
+class Contents(NamedTuple):
+    """An open file whose datasets are described as fields. ``decode`` is how packed numbers are converted."""
 
-    ``shape_of(data)`` returns the shape of an encoded image, (n,) uint8, according to its header. It raises SampleError
-    if the image is damaged or not supported. ``decode(data, bounds, shape, out, places)`` decodes each image
-    ``data[bounds[i, 0] : bounds[i, 1]]`` to ``out[places[i]]``, (m, H * W * C) uint8. It returns None, or else the
-    index of an image that is damaged or has another shape, and a text that says what is wrong with it.
-    """
+    file: h5py.File
+    guard: Guard
+    header: Header | None = None
+    decode: str = ""
 
-    shape_of: Callable[[np.ndarray], Shape]
-    decode: Callable[[np.ndarray, np.ndarray, Shape, np.ndarray, np.ndarray], tuple[int, str] | None]
+    @property
+    def path(self) -> Path:
+        return self.guard.path
+
+    def find(self, path: str) -> Any:
+        """Return the object at a path, or None."""
+        return self.guard.find(self.file, path)
+
+    def where(self, dataset: str) -> str:
+        """Return a text that names a dataset."""
+        return f"{printable(self.guard.path)}: {dataset!r}"
 
 
-@dataclass(frozen=True)
-class FrameDataset:
-    """A dataset whose rows are decoded if they are JPEG or PNG images."""
+class StoredAs(Protocol):
+    """How the samples of a field are stored, if they are not the rows of one dataset."""
 
-    dataset: str
-    decoder: FrameDecoder
+    def describe(self, contents: Contents, name: str) -> Field | RaggedField:
+        """Check the datasets of the field ``name``, and describe it."""
+
+
+Stored = Mapping[str, str | StoredAs]  # the dataset of each field, by field name
 
 
 @dataclass(frozen=True)
@@ -69,8 +79,23 @@ class AlongAxis:
     dataset: str
     axis: int
 
-
-Stored = Mapping[str, str | FlatSamples | FrameDataset | AlongAxis]  # the datasets of each field, by field name
+    def describe(self, contents: Contents, name: str) -> Field | RaggedField:
+        """Describe a field whose samples are along the axis. A negative axis counts from the last one."""
+        field = describe_field(contents, name, self.dataset)
+        is_array = isinstance(field, Field) and not field.is_text
+        num_axes = field.num_axes if isinstance(field, Field) and is_array else 1
+        if not -num_axes <= self.axis < num_axes or (not is_array and isinstance(field, MatrixField) and self.axis):
+            axes = "1 axis" if num_axes == 1 else f"{num_axes} axes"
+            what = axes if is_array else "samples along its first axis only"
+            where = contents.where(self.dataset)
+            raise FieldError(f"{where} has {what}, but sample_axis is {self.axis}: leave it out of sample_axis")
+        if not isinstance(field, Field) or not self.axis % num_axes:
+            return field
+        axis, grid = self.axis % num_axes, field.grid
+        order = (axis, *(other for other in range(len(grid.shape)) if other != axis))
+        shape = tuple(grid.shape[each] for each in order)
+        chunks = grid.chunks and tuple(grid.chunks[each] for each in order)
+        return replace(field, grid=replace(grid, shape=shape, chunks=chunks), axes="", sample_axis=axis)
 
 
 @dataclass(frozen=True)
@@ -96,6 +121,25 @@ class Field:
     is_text: bool = False
     sample_axis: int = 0  # the axis of the dataset that is the first one of the grid
     decode: str = ""
+
+    @property
+    def noun(self) -> str:
+        """What the field consists of, for messages."""
+        return "dense rows"
+
+    @property
+    def alike(self) -> dict[str, str]:
+        """The attributes that must be equal in all files of a data set, and the remedy if they are not."""
+        kept = ("sample_shape", "axes", "scale")
+        return dict.fromkeys(kept if self.is_text else ("dtype", *kept), REMEDY)  # texts are padded to the longest one
+
+    def joined(self, fields: Sequence[Field]) -> Field:
+        """Describe the field of several files as one, with the chunk shape of the file with the largest chunks."""
+        grids = [field.grid for field in fields]
+        largest = max(grids, key=lambda grid: (grid.filtered, grid.chunks is not None, grid.band_bytes))
+        shape = sum(grid.shape[0] for grid in grids), *self.sample_shape
+        dtype = max((field.dtype for field in fields), key=lambda dtype: dtype.itemsize)
+        return replace(self, grid=ChunkGrid(shape, largest.chunks, dtype.itemsize, largest.filtered), dtype=dtype)
 
     @property
     def member(self) -> tuple[str, ...]:
@@ -149,6 +193,15 @@ class MatrixField(RaggedField):
     value_dtype: np.dtype | None
     scale: float
     has_time_order: bool = False  # whether the entries of each row are sorted by their times
+
+    noun = "a sparse matrix"
+    alike: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("num_columns", "index_dtype"), REMEDY),
+        **dict.fromkeys(("value_dtype", "scale"), MATRIX_REMEDY),
+    }
+
+    def joined(self, fields: Sequence[Any]) -> MatrixField:
+        return replace(super().joined(fields), has_time_order=all(field.has_time_order for field in fields))
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -215,40 +268,30 @@ def _missing(file: h5py.File, path: Path, missing: str) -> FieldError:
     return FieldError(f"{printable(path)} has no dataset {missing!r}; it has {listed}: {remedy}")
 
 
-def describe_field(
-    file: h5py.File,
-    path: Path,
-    name: str,
-    dataset: str | FlatSamples | AlongAxis,
-    header: Header | None,
-    guard: Guard,
-    decode: str = "",
-) -> Field | RaggedField:
-    """Check a dataset, or the group of a matrix or of images, with the guard, and describe it as a field."""
-    if isinstance(dataset, FlatSamples):
-        return describe_series(file, path, name, dataset, guard)
-    if isinstance(dataset, AlongAxis):
-        field = describe_field(file, path, name, dataset.dataset, header, guard, decode)
-        return _along(field, dataset.axis, f"{printable(path)}: {dataset.dataset!r}")
-    item = guard.find(file, dataset)
+def describe_field(contents: Contents, name: str, dataset: str | StoredAs) -> Field | RaggedField:
+    """Check a dataset, or the group of a matrix or of images, and describe it as the field ``name``."""
+    if not isinstance(dataset, str):
+        return dataset.describe(contents, name)
+    file, path, guard, header = contents.file, contents.path, contents.guard, contents.header
+    item = contents.find(dataset)
     member: tuple[str, ...] = ()
     if item is None and (found := find_column(file, guard, dataset)):
         dataset, member = found
-        item = guard.find(file, dataset)
+        item = contents.find(dataset)
     if item is None:
         raise _missing(file, path, dataset)
     if isinstance(item, h5py.Group) and header is None:
-        where = f"{printable(path)}: {dataset!r}"
+        where = contents.where(dataset)
         read_encoding(item, lambda problem: FieldError(f"{where} {problem}"))  # refuses unknown encodings
     if isinstance(item, h5py.Group) and item.id.links.exists(b"codes") and item.id.links.exists(b"categories"):
         dataset = f"{dataset}/codes"  # a categorical column of AnnData
-        item = guard.find(file, dataset)
-    where = f"{printable(path)}: {dataset!r}"
+        item = contents.find(dataset)
+    where = contents.where(dataset)
     if isinstance(item, h5py.Group) and item.id.links.exists(b"values") and item.id.links.exists(b"mask"):
-        if num_missing := _count_masked(file, guard, f"{dataset}/mask"):  # a nullable column of AnnData
+        if num_missing := _count_masked(contents, f"{dataset}/mask"):  # a nullable column of AnnData
             raise FieldError(f"{where} has no value in {count_text(num_missing, 'row')}: fill them in the source")
         dataset = f"{dataset}/values"
-        item = guard.find(file, dataset)
+        item = contents.find(dataset)
     if isinstance(item, h5py.Group) and item.id.links.exists(b"indptr"):
         guard.check_matrix(file, dataset)
         return describe_matrix(item, path, name, header.chunk_samples if header and header.kind == CSR else None)
@@ -272,58 +315,41 @@ def describe_field(
             f"{where} is a table with the columns {names_text(map('/'.join, columns))}: name the columns to read, such "
             f"as {dataset.rstrip('/') + '/' + '/'.join(columns[0])!r}"
         )
+    filtered = item.id.get_create_plist().get_nfilters() > 0
     if is_text(item):
         dtype = np.dtype(f"S{longest_text(item, path)}")
-        filtered = item.id.get_create_plist().get_nfilters() > 0
         grid = ChunkGrid(tuple(item.shape), item.chunks, dtype.itemsize, filtered)
         return Field(name, dataset, grid, dtype, is_text=True)
-    element = element_of(item, f"{printable(path)}: {'/'.join((dataset, *member))!r}", member, decode)
-    filtered = item.id.get_create_plist().get_nfilters() > 0
+    element = element_of(item, contents.where("/".join((dataset, *member))), member, contents.decode)
     chunks = item.chunks and (*item.chunks, *element.shape)
     grid = ChunkGrid((*item.shape, *element.shape), chunks, element.dtype.itemsize, filtered)
     axes = small_attribute(item, "axes", b"")
     axes = axes.decode("utf-8", "replace") if isinstance(axes, bytes) and not element.shape else ""
     codes = header is not None and header.kind == DENSE and "scale" in item.attrs
     scale = _scale(item, where) if codes else None
-    categories = _find_categories(file, guard, dataset.strip("/"), header is not None)
-    return Field(name, dataset, grid, element.dtype, axes, scale, categories, element, decode=decode)
+    categories = _find_categories(contents, dataset.strip("/"))
+    return Field(name, dataset, grid, element.dtype, axes, scale, categories, element, decode=contents.decode)
 
 
-def _along(field: Field | RaggedField, axis: int, where: str) -> Field | RaggedField:
-    """Return a field whose samples are along an axis of the dataset. A negative axis counts from the last one."""
-    is_array = isinstance(field, Field) and not field.is_text
-    num_axes = field.num_axes if isinstance(field, Field) and is_array else 1
-    if not -num_axes <= axis < num_axes or (not is_array and isinstance(field, MatrixField) and axis):
-        what = f"{num_axes} {'axis' if num_axes == 1 else 'axes'}" if is_array else "samples along its first axis only"
-        raise FieldError(f"{where} has {what}, but sample_axis is {axis}: leave it out of sample_axis")
-    if not isinstance(field, Field) or not axis % num_axes:
-        return field
-    axis, grid = axis % num_axes, field.grid
-    order = (axis, *(other for other in range(len(grid.shape)) if other != axis))
-    shape = tuple(grid.shape[each] for each in order)
-    chunks = grid.chunks and tuple(grid.chunks[each] for each in order)
-    return replace(field, grid=replace(grid, shape=shape, chunks=chunks), axes="", sample_axis=axis)
-
-
-def exists(file: h5py.File, guard: Guard, path: str) -> bool:
+def exists(contents: Contents, path: str) -> bool:
     """Return whether there is an object, or a member of a compound type, at a path."""
-    return guard.find(file, path) is not None or find_column(file, guard, path) is not None
+    return contents.find(path) is not None or find_column(contents.file, contents.guard, path) is not None
 
 
-def with_members(file: h5py.File, guard: Guard, fields: Stored) -> Stored:
+def with_members(contents: Contents, fields: Stored) -> Stored:
     """Replace each field that is a table (a dataset of a compound type) by a field for each column.
 
     The column ``pt`` of the field ``events`` becomes the field ``events/pt``.
     """
     named: dict[str, Any] = {}
     for name, dataset in fields.items():
-        item = guard.find(file, dataset) if isinstance(dataset, str) and dataset else None
+        item = contents.find(dataset) if isinstance(dataset, str) and dataset else None
         columns = members_of(item.id.get_type()) if isinstance(item, h5py.Dataset) else []
         parts = [f"/{'/'.join(column)}" for column in columns] or [""]
         for part in parts:
             if f"{name}{part}" in named or (part and f"{name}{part}" in fields):
                 raise OptionError(
-                    f"{printable(guard.path)}: fields has {name!r} and its column {name + part!r}: name only one"
+                    f"{printable(contents.path)}: fields has {name!r} and its column {name + part!r}: name only one"
                 )
             named[f"{name}{part}"] = f"{dataset}{part}" if part else dataset
     return named
@@ -401,23 +427,23 @@ def named_paths(fields: Any) -> dict[str, str]:
     return dict(zip(names, paths, strict=True))
 
 
-def _count_masked(file: h5py.File, guard: Guard, dataset: str) -> int:
-    mask = guard.find(file, dataset)
+def _count_masked(contents: Contents, dataset: str) -> int:
+    mask = contents.find(dataset)
     if not isinstance(mask, h5py.Dataset):
         return 0
-    guard.check_field(mask, dataset)
-    with errors_as(FileError, f"{printable(guard.path)}: {dataset!r} is damaged"):
+    contents.guard.check_field(mask, dataset)
+    with errors_as(FileError, f"{contents.where(dataset)} is damaged"):
         check_chunks(mask)
         return int(np.count_nonzero(mask[()]))
 
 
-def _find_categories(file: h5py.File, guard: Guard, dataset: str, has_header: bool) -> str:
+def _find_categories(contents: Contents, dataset: str) -> str:
     """Return the name of the table of a dataset's categories, stored by h5chunk or AnnData, or an empty string."""
-    if has_header and guard.find(file, f"{GROUP}/categories/{dataset}") is not None:
+    if contents.header is not None and contents.find(f"{GROUP}/categories/{dataset}") is not None:
         return f"categories/{dataset}"
     parent, _, name = dataset.rpartition("/")
     table = f"{parent}/categories" if name == "codes" else f"{parent}/__categories/{name}"
-    return table if parent and guard.find(file, table) is not None else ""
+    return table if parent and contents.find(table) is not None else ""
 
 
 def find_matrix_groups(names: Iterable[str]) -> list[str]:

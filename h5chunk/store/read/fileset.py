@@ -17,29 +17,18 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, OptionError, names_text, printable
-from h5chunk.plan.cache import CacheSettings, ChunkGrid
+from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import choose_window_chunks, good_chunk_samples
 from h5chunk.store.format.header import Header
 from h5chunk.store.read.encoded import EncodedField
 from h5chunk.store.read.fields import Field, MatrixField
-from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField, SeriesField
+from h5chunk.store.read.ragged import REMEDY, ImageSizes, RaggedField
 from h5chunk.store.read.source import Computed, Source
 from h5chunk.store.read.tables import COLUMN_IDS, check_same
-from h5chunk.store.read.vlen import VlenField
 
 MIN_IMAGES, MAX_CHANNELS = 4, 4  # of a folder with an image per file
 RESERVED_DESCRIPTORS = 32  # number of descriptors for other purposes, such as sockets and libraries
 
-KINDS = {
-    Field: "dense rows",
-    MatrixField: "a sparse matrix",
-    ImagesField: "images of any size",
-    SeriesField: "samples of several lengths",
-    VlenField: "arrays of variable length",
-    EncodedField: "JPEG or PNG images",
-}
-REMEDY = "choose fields that are equal in all files with fields=..., or read these files separately"
-MATRIX_REMEDY = "convert their sources together, or with the same --scale, --values or --binarize"
 COLUMNS_REMEDY = (
     "convert their sources together, as a list or pattern of files with --join outer (or inner, except for ratings)"
 )
@@ -199,39 +188,20 @@ def _check_same_names(readers: Sequence[Source]) -> None:
 
 
 def _combine_field(readers: Sequence[Source], name: str) -> Field | RaggedField:
-    """Describe a field of all files as one field, with the chunk shape of the file with the largest chunks."""
+    """Describe a field of all files as one field. Raises FieldError if it differs between files."""
     if any(isinstance(reader.fields[name], EncodedField) for reader in readers):
         readers = [reader for reader in readers if reader.num_samples]  # images are recognised by their first row
-    fields = [reader.fields[name] for reader in readers]
-    dense = [field for field in fields if isinstance(field, Field)]
-    ragged = [field for field in fields if isinstance(field, RaggedField)]
-    kinds = [[type(field), *([type(field.stored)] if isinstance(field, EncodedField) else [])] for field in fields]
-    others = [number for number, kind in enumerate(kinds) if kind != kinds[0]]
-    if others:
-        path, first_path = _places(readers[others[0]], readers[0], name)
-        kind, first_kind = (" in ".join(KINDS[each] for each in kinds[number]) for number in (others[0], 0))
-        raise FieldError(f"{path}: field {name!r} is {kind}, but in {first_path} it is {first_kind}: {REMEDY}")
-    if ragged:
-        sums = {trait: sum(getattr(field, trait) for field in ragged) for trait in ("num_rows", "num_entries")}
-        sums |= {trait: max(getattr(field, trait) for field in ragged) for trait in ("chunk_samples", "filtered")}
-        if isinstance(ragged[0], ImagesField):
-            _check_equal(readers, name, ("form", "channels"), REMEDY)
-            return replace(ragged[0], **sums)
-        if isinstance(ragged[0], SeriesField):
-            _check_equal(readers, name, ("dtype", "step_shape"), REMEDY)
-            return replace(ragged[0], **sums)
-        _check_equal(readers, name, ("num_columns", "index_dtype"), REMEDY)
-        _check_equal(readers, name, ("value_dtype", "scale"), MATRIX_REMEDY)
-        matrices = [field for field in ragged if isinstance(field, MatrixField)]
-        return replace(matrices[0], **sums, has_time_order=all(field.has_time_order for field in matrices))
-    are_texts = all(field.is_text for field in dense)  # padded to the longest of all files
-    _check_equal(readers, name, (*(() if are_texts else ("dtype",)), "sample_shape", "axes", "scale"), REMEDY)
-    largest = max(dense, key=lambda field: (field.grid.filtered, field.grid.chunks is not None, field.grid.band_bytes))
-    shape = (sum(field.grid.shape[0] for field in dense), *dense[0].sample_shape)
-    dtype = max((field.dtype for field in dense), key=lambda dtype: dtype.itemsize)
-    return replace(
-        dense[0], grid=ChunkGrid(shape, largest.grid.chunks, dtype.itemsize, largest.grid.filtered), dtype=dtype
-    )
+    fields: list[Any] = [reader.fields[name] for reader in readers]
+    for reader, field in zip(readers, fields, strict=True):
+        if field.noun != fields[0].noun:
+            path, first_path = _places(reader, readers[0], name)
+            raise FieldError(
+                f"{path}: field {name!r} is {field.noun}, but in {first_path} it is {fields[0].noun}: {REMEDY}"
+            )
+    for trait, remedy in fields[0].alike.items():
+        _check_equal(readers, name, trait, remedy)
+    joined: Field | RaggedField = fields[0].joined(fields)
+    return joined
 
 
 def _places(reader: Source, first: Source, name: str) -> list[str]:
@@ -241,18 +211,16 @@ def _places(reader: Source, first: Source, name: str) -> list[str]:
     return [f"{printable(each.path)}{dataset}" for each, dataset in zip(both, datasets, strict=True)]
 
 
-def _check_equal(readers: Sequence[Source], name: str, traits: Sequence[str], remedy: str) -> None:
-    first = readers[0].fields[name]
+def _check_equal(readers: Sequence[Source], name: str, trait: str, remedy: str) -> None:
+    expected = getattr(readers[0].fields[name], trait)
     for reader in readers[1:]:
-        for trait in traits:
-            value, expected = getattr(reader.fields[name], trait), getattr(first, trait)
-            if (value is None) != (expected is None) or value != expected:  # NumPy treats None as float64
-                path, first_path = _places(reader, readers[0], name)
-                raise FieldError(
-                    f"{path}: field {name!r} has the {trait.replace('_', ' ')} "
-                    f"{_text(trait, value)}, but in {first_path} it is {_text(trait, expected)}: "
-                    f"{remedy}"
-                )
+        value = getattr(reader.fields[name], trait)
+        if (value is None) != (expected is None) or value != expected:  # NumPy treats None as float64
+            path, first_path = _places(reader, readers[0], name)
+            raise FieldError(
+                f"{path}: field {name!r} has the {trait.replace('_', ' ')} {_text(trait, value)}, but in {first_path} "
+                f"it is {_text(trait, expected)}: {remedy}"
+            )
 
 
 def _text(trait: str, value: object) -> str:

@@ -16,6 +16,7 @@ from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions
 from h5chunk.store.hdf5.attributes import join_columns
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.hdf5.patterns import parse
+from h5chunk.store.read.encoded import FrameDataset, FrameDecoder
 from h5chunk.store.read.episodes import (
     ONE_RULE,
     EpisodeFields,
@@ -23,7 +24,6 @@ from h5chunk.store.read.episodes import (
     open_episodes,
 )
 from h5chunk.store.read.field_readers import read_rows
-from h5chunk.store.read.fields import FrameDataset, FrameDecoder
 from h5chunk.store.read.files import Paths, check_shards, in_one_file, list_data_files, open_joined, open_reader
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.source import Source

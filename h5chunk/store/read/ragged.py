@@ -7,8 +7,8 @@ sample starts. Other arrays are stored one after the other in one dataset, and a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -21,11 +21,12 @@ from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
 from h5chunk.store.hdf5.chunk_table import check_chunks
-from h5chunk.store.hdf5.guard import Guard, max_ratio, small_attribute
+from h5chunk.store.hdf5.guard import max_ratio, small_attribute
 from h5chunk.store.hdf5.open import errors_as
 from h5chunk.store.read.samples import Part, Runs, StoredFile
 
 SLACK_BYTES = 1 << 20
+REMEDY = "choose fields that are equal in all files with fields=..., or read these files separately"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class RaggedField:
     names: ClassVar[Mapping[int, str]] = MappingProxyType({})  # of an enumeration's values
     scale: float | None = None
     pointers = "indptr"  # name of the dataset with the start of each row
+    noun = ""  # what the field consists of, for messages
+    alike: ClassVar[Mapping[str, str]] = MappingProxyType({})  # as `h5chunk.store.read.fields.Field.alike`
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -93,6 +96,20 @@ class RaggedField:
         """Number of entries of one index along the first axis of the datasets of entries."""
         return 1
 
+    def joined(self, fields: Sequence[RaggedField]) -> Any:
+        """Describe the field of several files as one."""
+        return replace(
+            self,
+            num_rows=sum(field.num_rows for field in fields),
+            num_entries=sum(field.num_entries for field in fields),
+            chunk_samples=max(field.chunk_samples for field in fields),
+            filtered=any(field.filtered for field in fields),
+        )
+
+    def read_indptr(self, file: h5py.File, path: Path) -> np.ndarray:
+        """Read the index of the first entry of each sample, as `read_indptr` does."""
+        return read_indptr(file, path, self)
+
     def part(self, file: StoredFile) -> Part:
         """Return what a file stores of this field."""
         names, indptr = self.entry_datasets if self.num_entries else (), file.source.indptr_of(self.name)
@@ -115,6 +132,8 @@ class ImagesField(RaggedField):
     channels: int
 
     axes = "NHWC"
+    noun = "images of any size"
+    alike: ClassVar[Mapping[str, str]] = dict.fromkeys(("form", "channels"), REMEDY)
     pointers = "offsets"
     entry_datasets = ("data",)
     entry_bytes = 1
@@ -136,6 +155,8 @@ class SeriesField(RaggedField):
     table: str = ""
     has_lengths: bool = False
 
+    noun = "samples of several lengths"
+    alike: ClassVar[Mapping[str, str]] = dict.fromkeys(("dtype", "step_shape"), REMEDY)
     entry_datasets = ("values",)
 
     def path_of(self, part: str) -> str:
@@ -171,40 +192,38 @@ class FlatSamples:
     table: str
     has_lengths: bool
 
-
-def describe_series(file: h5py.File, path: Path, name: str, samples: FlatSamples, guard: Guard) -> SeriesField:
-    """Describe samples that are stored one after the other. Raises FieldError if the datasets are not suitable."""
-    found = []
-    for dataset in (samples.values, samples.table):
-        item = guard.find(file, dataset)
-        if not isinstance(item, h5py.Dataset):
-            raise FieldError(f"{printable(path)} has no dataset {dataset!r}: run h5chunk info to list its datasets")
-        guard.check_field(item, dataset)
-        found.append(item)
-    values, table = found
-    if not values.shape or not math.prod(values.shape[1:]) or values.dtype.kind not in "biuf":
-        text = f"{samples.values!r} is {values.dtype} {values.shape}"
-        raise FieldError(f"{printable(path)}: {text}: use a dataset of numbers with one row per step")
-    kind, num_rows = ("lengths", len(table)) if samples.has_lengths else ("offsets", len(table) - 1)
-    if table.ndim != 1 or table.dtype.kind not in "iu" or num_rows < 0:
-        text = f"{samples.table!r} is {table.dtype} {table.shape}"
-        raise FieldError(f"{printable(path)}: {text}: {kind} must be integers in one dimension")
-    chunk_samples = good_chunk_samples(num_rows, values.nbytes // max(1, num_rows))
-    if filtered := values.id.get_create_plist().get_nfilters() > 0:  # use at least the samples of a compressed chunk
-        chunk_samples = max(chunk_samples, math.ceil(values.chunks[0] * num_rows / max(1, len(values))))
-    chunk_samples = max(1, min(chunk_samples, num_rows))
-    return SeriesField(
-        name,
-        samples.values,
-        num_rows,
-        values.size,
-        chunk_samples,
-        filtered,
-        step_shape=values.shape[1:],
-        value_dtype=values.dtype.newbyteorder("="),
-        table=samples.table,
-        has_lengths=samples.has_lengths,
-    )
+    def describe(self, contents: Any, name: str) -> SeriesField:
+        """Describe samples that are stored one after the other. Raises FieldError if the datasets are not suitable."""
+        label, found = printable(contents.path), []
+        for dataset in (self.values, self.table):
+            item = contents.find(dataset)
+            if not isinstance(item, h5py.Dataset):
+                raise FieldError(f"{label} has no dataset {dataset!r}: run h5chunk info to list its datasets")
+            contents.guard.check_field(item, dataset)
+            found.append(item)
+        values, table = found
+        if not values.shape or not math.prod(values.shape[1:]) or values.dtype.kind not in "biuf":
+            text = f"{self.values!r} is {values.dtype} {values.shape}"
+            raise FieldError(f"{label}: {text}: use a dataset of numbers with one row per step")
+        kind, num_rows = ("lengths", len(table)) if self.has_lengths else ("offsets", len(table) - 1)
+        if table.ndim != 1 or table.dtype.kind not in "iu" or num_rows < 0:
+            text = f"{self.table!r} is {table.dtype} {table.shape}"
+            raise FieldError(f"{label}: {text}: {kind} must be integers in one dimension")
+        chunk_samples = good_chunk_samples(num_rows, values.nbytes // max(1, num_rows))
+        if filtered := values.id.get_create_plist().get_nfilters() > 0:  # at least the samples of a compressed chunk
+            chunk_samples = max(chunk_samples, math.ceil(values.chunks[0] * num_rows / max(1, len(values))))
+        return SeriesField(
+            name,
+            self.values,
+            num_rows,
+            values.size,
+            max(1, min(chunk_samples, num_rows)),
+            filtered,
+            step_shape=values.shape[1:],
+            value_dtype=values.dtype.newbyteorder("="),
+            table=self.table,
+            has_lengths=self.has_lengths,
+        )
 
 
 def find_image_groups(names: Iterable[str]) -> list[str]:

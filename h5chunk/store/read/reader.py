@@ -26,20 +26,11 @@ from h5chunk.store.hdf5.chunk_table import list_chunks
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import descriptor_of, opened
 from h5chunk.store.read.checksums import FIRST, OFF, ChunkChecks, read_sums
-from h5chunk.store.read.encoded import describe
 from h5chunk.store.read.field_readers import field_readers
-from h5chunk.store.read.fields import AlongAxis, Field, FrameDataset, Stored, default_fields, with_members
-from h5chunk.store.read.ragged import (
-    FlatSamples,
-    ImagesField,
-    ImageSizes,
-    RaggedField,
-    read_image_sizes,
-    read_indptr,
-)
+from h5chunk.store.read.fields import Contents, Field, Stored, default_fields, describe_field, with_members
+from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField, read_image_sizes
 from h5chunk.store.read.samples import Part
 from h5chunk.store.read.source import Source
-from h5chunk.store.read.vlen import VlenField, read_pointers, vlen_indptr
 
 LABELS = "labels"
 
@@ -98,14 +89,14 @@ class H5Reader(Source):
             if not fields:
                 raise OptionError("fields is empty: name at least one dataset")
             for name in (*fields.keys(), *fields.values()):
-                if not isinstance(name, (str, FlatSamples, FrameDataset, AlongAxis)):
+                if not isinstance(name, str) and not hasattr(name, "describe"):
                     raise OptionError(f"fields contains {name!r}: pass names of datasets")
-            guard = Guard(path, trusted)
+            contents = Contents(file, Guard(path, trusted), header, decode)
             found: dict[str, Field | RaggedField] = {}
-            for name, dataset in with_members(file, guard, fields).items() if are_alike else fields.items():
+            for name, dataset in (with_members(contents, fields) if are_alike else fields).items():
                 may_miss = is_default and header is None and name == LABELS
                 try:
-                    described = describe(file, path, name, dataset, header, guard, decode)
+                    described = describe_field(contents, name, dataset)
                     if may_miss and described.is_text:
                         raise UnsupportedError(
                             f"{printable(path)}: {dataset!r} has strings of variable length: to read them as str, name "
@@ -162,11 +153,8 @@ class H5Reader(Source):
         field = self.ragged_fields[name]
         with opened(self.path) as file:
             self.check_unchanged()
-            if isinstance(field, VlenField):
-                dataset = file[field.dataset]
-                return vlen_indptr(read_pointers(dataset, self.path), dataset, self.path, field.element)
             self._check_table(file, field, field.pointers)
-            return read_indptr(file, self.path, field)
+            return field.read_indptr(file, self.path)
 
     def _read_image_sizes(self, name: str) -> ImageSizes:
         field, offsets = self.ragged_fields[name], self.indptr_of(name)

@@ -39,7 +39,12 @@ class VlenField(SeriesField):
     first: bytes  # the pointer of the first element, as stored; empty if there are no elements
     element: Element  # of the arrays
 
+    noun = "arrays of variable length"
     table_datasets = ()
+
+    def read_indptr(self, file: h5py.File, path: Path) -> np.ndarray:
+        dataset = file[self.dataset]
+        return vlen_indptr(read_pointers(dataset, path), dataset, path, self.element)
 
     def part(self, file: StoredFile) -> Part:
         """Return what a file stores of this field: an array for each element."""

@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, OptionError, names_text, printable, shown
@@ -20,11 +19,11 @@ from h5chunk.plan.patches import RandomPatches, Tiles
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import fetched_objects, opened
-from h5chunk.store.hdf5.patterns import Pattern, find_matches, parse
+from h5chunk.store.hdf5.patterns import find_matches, parse
 from h5chunk.store.read.arrays import Arrays
 from h5chunk.store.read.engine import CACHE_BYTES, BlockCache, BoxReader
 from h5chunk.store.read.field_readers import Opening
-from h5chunk.store.read.fields import Field, exists
+from h5chunk.store.read.fields import Contents, Field, exists
 from h5chunk.store.read.fileset import CATEGORIES_REMEDY
 from h5chunk.store.read.open_files import OpenFiles
 from h5chunk.store.read.raw import read_box
@@ -268,7 +267,14 @@ class VolumeFile(NamedTuple):
 def _open_file(path: Path, fields: Mapping[str, str], decode: str, trusted: bool, checksums: str) -> VolumeFile:
     guard = Guard(path, trusted)
     with opened(path) as file, ExitStack() as held:
-        listed = {name: _list_datasets(file, guard, each) for name, each in parse("fields", fields).items()}
+        contents, listed = Contents(file, guard), dict[str, dict[str, str]]()  # datasets by the texts that * matches
+        for name, pattern in parse("fields", fields).items():
+            found = [
+                each for each in find_matches(file, guard, pattern) if not each.texts or exists(contents, each.path)
+            ]
+            if not found:
+                raise FieldError(f"{printable(path)}: no dataset matches {str(pattern)!r}")
+            listed[name] = {"/".join(each.texts): each.path for each in found}
         datasets = [dataset for own in listed.values() for dataset in own.values()]
         held.enter_context(fetched_objects(file, datasets))
         texts = list(next(iter(listed.values())))
@@ -358,15 +364,3 @@ def _check_same_space(fields: Mapping[str, VolumeField], names: Sequence[str]) -
                 )
         if not all(main.space(number)):
             raise FieldError(f"{printable(name)}: {main.name!r} is empty, with the shape {main.space(number)}")
-
-
-def _list_datasets(file: h5py.File, guard: Guard, pattern: Pattern) -> dict[str, str]:
-    """Return the datasets that a pattern matches, by the text that each * matches, which is "" without a *.
-
-    Raises FieldError if no dataset matches.
-    """
-    matches = find_matches(file, guard, pattern)
-    found = {"/".join(each.texts): each.path for each in matches if not each.texts or exists(file, guard, each.path)}
-    if not found:
-        raise FieldError(f"{printable(guard.path)}: no dataset matches {str(pattern)!r}")
-    return found

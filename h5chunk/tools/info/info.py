@@ -33,6 +33,7 @@ from h5chunk.store.hdf5.types import element_of, members_of, type_text
 from h5chunk.store.read.encoded import holds_images
 from h5chunk.store.read.fields import (
     MATRIX_PARTS,
+    Contents,
     Field,
     default_fields,
     describe_matrix,
@@ -306,7 +307,7 @@ def _describe_file(path: Path, trusted: bool) -> FileInfo:
         for name, dataset in datasets.items():
             why = groups.get(name.rpartition("/")[0], "") or why_no_data(name, dataset, in_keras=in_keras)
             described.append(_describe(name, dataset, path, cache, why))
-        images_in = _find_image_rows(file, path, datasets, guard) if header is None else set()
+        images_in = _find_image_rows(file, datasets, guard) if header is None else set()
         described = [replace(item, verdict=IMAGES) if item.name in images_in else item for item in described]
         found = _find_code(file, path, described, matrices, images, header, trusted)
         return FileInfo(
@@ -463,17 +464,17 @@ def _list_datasets(
     return datasets, refused
 
 
-def _find_image_rows(file: h5py.File, path: Path, datasets: Mapping[str, h5py.Dataset], guard: Guard) -> set[str]:
+def _find_image_rows(file: h5py.File, datasets: Mapping[str, h5py.Dataset], guard: Guard) -> set[str]:
     """Return the names of the datasets with an encoded image in each row.
 
     If the names of several datasets differ only in numbers, one is examined, and the others are taken to be like it.
     """
     known: dict[tuple[object, ...], bool] = {}
-    found = set()
+    found, contents = set(), Contents(file, guard)
     for name, dataset in datasets.items():
         key = re.sub(r"\d+", "*", name), dataset.dtype.kind, dataset.ndim
         if key not in known:
-            known[key] = holds_images(file, path, name, dataset, guard)
+            known[key] = holds_images(contents, name, dataset)
         found |= {name} if known[key] else set()
     return found
 
