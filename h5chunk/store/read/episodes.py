@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
@@ -22,9 +22,10 @@ from h5chunk.store.hdf5.open import errors_as, fetched_objects, follow, opened
 from h5chunk.store.hdf5.patterns import Match, Pattern, find_matches
 from h5chunk.store.hdf5.types import element_of, read_elements, type_problem
 from h5chunk.store.read.arrays import Arrays, Blocks, Origin
-from h5chunk.store.read.encoded import EncodedField, FrameDataset, FrameDecoder
+from h5chunk.store.read.checksums import Sums
+from h5chunk.store.read.encoded import FrameDataset, FrameDecoder
 from h5chunk.store.read.fields import Field
-from h5chunk.store.read.fileset import FileSet
+from h5chunk.store.read.fileset import Chunks, combined
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.samples import Part, Rows
@@ -37,31 +38,48 @@ ONE_RULE = (
 MAX_CONSTANT_BYTES = 64 << 20  # limit on the size of one value of a constant
 
 
+class Episode(NamedTuple):
+    """The datasets of one episode in a file.
+
+    ``offsets`` has the offset in the file of fields that are stored like those of the first episode, and ``sums`` the
+    checksums to verify.
+    """
+
+    fields: Mapping[str, Field | RaggedField]
+    offsets: Mapping[str, int]
+    sums: Sums
+
+
 class EpisodeFile(Source):
     """The concatenated episodes of one file, which are read like the rows of a file.
 
-    ``starts_of`` has, for each field that is not encoded, the offset in the file at which each episode begins, int64,
-    or -1 if it is unknown. ``patterns`` has the path of each field's datasets, with ``*`` for the names of the episode,
-    and ``names`` the names of the episodes.
+    ``first`` reads the first episode. ``patterns`` has the path of each field's datasets, with ``*`` for the names of
+    the episode, and ``names`` the names of the episodes. ``borders``, (num_episodes + 1,) int64, has the first row of
+    each episode, and finally the number of rows.
     """
 
-    def __init__(self, episodes: FileSet, patterns: Mapping[str, Pattern], names: Sequence[str]) -> None:
-        first = episodes.readers[0]
+    def __init__(
+        self, first: H5Reader, episodes: Sequence[Episode], patterns: Mapping[str, Pattern], names: Sequence[str]
+    ) -> None:
+        of_main = [each.fields[first.main.name].grid for each in episodes]
+        self.borders = np.concatenate([[0], np.cumsum([grid.shape[0] for grid in of_main], dtype=np.int64)])
+        self.episodes, self.names = episodes, names
+        self._patterns = {field: str(pattern) for field, pattern in patterns.items()}
+        fields = {name: combined([(first, each.fields[name]) for each in episodes], name) for name in first.fields}
+        chunks = Chunks.joined(self.borders, [grid.band_samples for grid in of_main], fields[first.main.name])
         super().__init__(
             first.path,
-            episodes.fields,
-            episodes.num_samples,
+            fields | {first.main.name: chunks.main},
+            int(self.borders[-1]),
             stamp=first.stamp,
             header=first.header,
             trusted=first.trusted,
             checksums=first.checksums,
-            main=episodes.main.name,
-            chunk_samples=episodes.chunk_samples,
-            chunk_starts=episodes.chunk_starts,
+            main=first.main.name,
+            chunk_samples=chunks.samples,
+            chunk_starts=chunks.starts,
         )
-        self.episodes, self.names = episodes, names
-        self._patterns = {field: str(pattern) for field, pattern in patterns.items()}
-        self.starts_of: dict[str, np.ndarray] = {}
+        self._first_fingerprint = first.fingerprint
 
     def datasets_of(self, field: str) -> list[tuple[Path, str]]:
         return [(self.path, self._patterns.get(field, field))]
@@ -69,49 +87,51 @@ class EpisodeFile(Source):
     @cached_property
     def fingerprint(self) -> int:
         """A CRC-32 of the fingerprint of the first episode, and of the lengths and datasets of all episodes."""
-        datasets = "\n".join(reader.main.dataset for reader in self.episodes.readers)
-        fingerprint = zlib.crc32(datasets.encode("utf-8", "surrogateescape"), self.episodes.readers[0].fingerprint)
-        return zlib.crc32(self.episodes.starts.tobytes(), fingerprint)
+        datasets = "\n".join(each.fields[self.main.name].dataset for each in self.episodes)
+        fingerprint = zlib.crc32(datasets.encode("utf-8", "surrogateescape"), self._first_fingerprint)
+        return zlib.crc32(self.borders.tobytes(), fingerprint)
 
     def stored_parts(self, opening: Any, number: int, names: Collection[str]) -> dict[str, Part]:
         self.check_unchanged()
         with opened(self.path) as file:
             self.check_unchanged()
-            return {name: self._part(opening, number, file, name) for name in names}
+            return {name: self._part(opening.file(self, file, number), name) for name in names}
 
-    def _part(self, opening: Any, number: int, file: h5py.File, name: str) -> Part:
+    def _part(self, file: Any, name: str) -> Part:
         """Return what the file stores of a field. Only the first contiguous episode is described by itself."""
-        readers, known = self.episodes.readers, self.starts_of.get(name)
-        filled = np.flatnonzero(np.diff(self.episodes.starts))
+        filled = np.flatnonzero(np.diff(self.borders))
+        episodes = [self.episodes[number] for number in filled.tolist()]
         parts: list[Part] = []
-        for episode in filled.tolist():
-            source = readers[episode]
-            parts.append(source.fields[name].part(opening.file(source, file, number)))
-            is_like_first = known is not None and parts[0].arrays[0].is_raw and (known[filled[1:]] >= 0).all()
-            if is_like_first and known is not None and len(filled) > 1:
-                rest = self._contiguous(number, name, filled[1:], known, parts[0].arrays[0])
-                parts.append(Part(Rows, (rest,)))
-                break
-        starts = self.episodes.starts[filled]
+        for episode in episodes:
+            own = self if not episode.sums else copy(self)
+            own.sums = episode.sums
+            parts.append(episode.fields[name].part(replace(file, source=own)))
+            rest = episodes[1:]
+            if len(parts) == 1 and rest and parts[0].kind is Rows and parts[0].arrays[0].is_raw:
+                offsets = np.array([each.offsets.get(name, -1) for each in rest])
+                if (offsets >= 0).all():
+                    lengths = np.diff(self.borders)[filled[1:]]
+                    datasets = [each.fields[name].dataset for each in rest]
+                    arrays = _contiguous(self.path, file.number, datasets, offsets, lengths, parts[0].arrays[0])
+                    parts.append(Part(Rows, (arrays,)))
+                    break
+        starts = self.borders[filled]
         joined = parts[0]._replace(arrays=(Arrays.joined([part.arrays[0] for part in parts]),), starts=starts)
         if parts[0].sizes is not None:
             sizes = np.concatenate([part.sizes for part in parts if part.sizes is not None])
             joined = joined._replace(sizes=sizes, texts=tuple(text for part in parts for text in part.texts))
         return joined._replace(text_starts=starts)
 
-    def _contiguous(self, number: int, name: str, episodes: np.ndarray, offsets: np.ndarray, first: Arrays) -> Arrays:
-        """Return the arrays of contiguous episodes, whose rows are like those of the first one."""
-        lengths = np.diff(self.episodes.starts)[episodes]
-        sizes = lengths * first.item_bytes
-        zeros, count = np.zeros(len(episodes), np.int64), len(episodes)
-        blocks = Blocks(np.full(count, number, np.int32), offsets[episodes], sizes, zeros.astype(np.uint32))
-        datasets = [self.episodes.readers[episode].fields[name].dataset for episode in episodes.tolist()]
-        origin = Origin(number, lambda block: f"{printable(self.path)}: {datasets[block]!r}", blocks.offset)
-        tables = np.arange(count), lengths[:, None], lengths[:, None], zeros
-        return Arrays(first.item_bytes, *tables, blocks, (), (origin,), zeros[:1], first.inner)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "episodes": copy(self.episodes)}
+def _contiguous(
+    path: Path, file: int, datasets: Sequence[str], offsets: np.ndarray, lengths: np.ndarray, first: Arrays
+) -> Arrays:
+    """Return the arrays of contiguous datasets of a file, whose rows are like those of the array ``first``."""
+    zeros, count = np.zeros(len(datasets), np.int64), len(datasets)
+    blocks = Blocks(np.full(count, file, np.int32), offsets, lengths * first.item_bytes, zeros.astype(np.uint32))
+    origin = Origin(file, lambda block: f"{printable(path)}: {datasets[block]!r}", offsets)
+    tables = np.arange(count), lengths[:, None], lengths[:, None], zeros
+    return Arrays(first.item_bytes, *tables, blocks, (), (origin,), zeros[:1], first.inner)
 
 
 class EpisodeFields(NamedTuple):
@@ -166,8 +186,8 @@ def open_episodes(path: Path, wanted: EpisodeFields) -> OpenedEpisodes:
             names = [name for name in rows if lengths[name] == length]
             own = first.with_fields({name: first.fields[name] for name in names})
             if wanted.rows[main].stars:
-                alike = {name: wanted.rows[name] for name in names}
-                sources.append(_join_episodes(own, file, alike, episodes, [match.name for match in rows[main]], wanted))
+                named = [match.name for match in rows[main]]
+                sources.append(EpisodeFile(own, [*_all_episodes(own, file, episodes, wanted)], wanted.rows, named))
             else:
                 sources.append(own)
         texts = [match.texts for match in rows[main]]
@@ -181,29 +201,20 @@ def open_episodes(path: Path, wanted: EpisodeFields) -> OpenedEpisodes:
     return OpenedEpisodes(sources, values)
 
 
-def _join_episodes(
-    first: H5Reader,
-    file: h5py.File,
-    patterns: Mapping[str, Pattern],
-    episodes: Sequence[Mapping[str, str]],
-    names: Sequence[str],
-    wanted: EpisodeFields,
-) -> EpisodeFile:
-    """Join the datasets of fields of all episodes, whose datasets have equal lengths. ``first`` reads the first one."""
-    readers, starts = [first], list[dict[str, int]]([{}])
+def _all_episodes(
+    first: H5Reader, file: h5py.File, episodes: Sequence[Mapping[str, str]], wanted: EpisodeFields
+) -> Iterator[Episode]:
+    """Yield the episodes of a file, of which ``first`` reads some fields of the first one."""
+    yield Episode(first.fields, {}, first.sums)
     types = {name: file[field.dataset].id.get_type() for name, field in first.fields.items()}
     for episode in episodes[1:]:
-        fields = {name: episode[name] for name in patterns}
-        alike = _open_like_first(first, types, file, fields)
+        datasets = {name: episode[name] for name in first.fields}
+        alike = _like_first(first, types, file, datasets)
         if alike is None:
-            datasets = {name: FrameDataset(dataset, wanted.decoder) for name, dataset in fields.items()}
-            alike = H5Reader(first.path, datasets, **wanted.how, file=file), {}
-        readers.append(alike[0])
-        starts.append(alike[1])
-    joined = EpisodeFile(FileSet(readers, first.path), patterns, names)
-    rows = [field for field in patterns if not isinstance(joined.fields[field], EncodedField)]
-    joined.starts_of = {field: np.array([each.get(field, -1) for each in starts]) for field in rows}
-    return joined
+            encoded = {name: FrameDataset(dataset, wanted.decoder) for name, dataset in datasets.items()}
+            own = H5Reader(first.path, encoded, **wanted.how, file=file)
+            alike = Episode(own.fields, {}, own.sums)
+        yield alike
 
 
 def _by_episode(file: Path, matches: Mapping[str, Sequence[Match]]) -> list[dict[str, str]]:
@@ -285,16 +296,16 @@ def attribute_of(item: h5py.Group | h5py.Dataset | None, where: str, name: str, 
     return np.array(read_attribute(item.id, name, f"{printable(file)}: {printable(where)}", FieldError))
 
 
-def _open_like_first(
+def _like_first(
     first: H5Reader, types: Mapping[str, Any], file: h5py.File, datasets: Mapping[str, str]
-) -> tuple[H5Reader, dict[str, int]] | None:
-    """Return a reader of an episode that differs from the first one only in length, and the offsets of its fields.
+) -> Episode | None:
+    """Return an episode that differs from the first one only in length.
 
     This takes a tenth of the time of a complete check. Returns None if the fields are not contiguous, or differ in
     anything but their length.
     """
     fields: dict[str, Field | RaggedField] = {}
-    places: dict[str, int] = {}
+    offsets: dict[str, int] = {}
     if first.decode or first.sums:  # each dataset may be packed in another way, and has its own checksums
         return None
     for name, dataset in datasets.items():
@@ -310,10 +321,8 @@ def _open_like_first(
             or not 0 < stored == math.prod(shape) * model.dtype.itemsize
         ):
             return None
-        places[name] = item.get_offset()
-        if places[name] + stored > file.id.get_filesize():
+        offsets[name] = item.get_offset()
+        if offsets[name] + stored > file.id.get_filesize():
             return None
         fields[name] = replace(model, dataset=dataset, grid=replace(model.grid, shape=shape))
-    if len({field.grid.shape[0] for field in fields.values()}) > 1:
-        return None
-    return first.with_fields(fields), places
+    return Episode(fields, offsets, {}) if len({field.grid.shape[0] for field in fields.values()}) == 1 else None

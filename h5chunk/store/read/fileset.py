@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,37 @@ COLUMNS_REMEDY = (
 CATEGORIES_REMEDY = "convert their sources together, or read these files separately"
 
 
+class Chunks(NamedTuple):
+    """The chunks of the main field of several parts: all have so many ``samples``, or begin at these ``starts``."""
+
+    main: Field | RaggedField
+    samples: int
+    starts: np.ndarray | None
+
+    @classmethod
+    def joined(cls, borders: np.ndarray, given: Sequence[int | None], main: Any) -> Chunks:
+        """Join parts that begin at the samples in ``borders``, and whose chunks have so many samples; None: no chunks.
+
+        If chunks differ in size, ``samples`` is the average. ``main`` describes the field of all parts.
+        """
+        lengths, num_samples = np.diff(borders), int(borders[-1])
+        together = lengths.tolist() if any(given) else [num_samples] * len(given)
+        good = (good_chunk_samples(length, main.grid.sample_bytes) for length in together)
+        sizes = [size or own for size, own in zip(given, good, strict=True)]
+        parts = zip(borders[:-1].tolist(), borders[1:].tolist(), sizes, strict=True)
+        starts = np.concatenate([*(np.arange(start, stop, size) for start, stop, size in parts), borders[-1:]])
+        samples = next((size for length, size in zip(lengths, sizes, strict=True) if length), max(sizes))
+        counts = np.diff(starts)
+        are_alike = not len(counts) or ((counts[:-1] == samples).all() and counts[-1] <= samples)
+        if not are_alike:
+            samples = round(num_samples / len(counts))
+        if isinstance(main, RaggedField):
+            main = replace(main, chunk_samples=samples)
+        elif main.grid.chunks:  # orders and caches assume chunks of the average size
+            main = replace(main, grid=replace(main.grid, chunks=(samples, *main.grid.chunks[1:])))
+        return cls(main, samples, None if are_alike else starts)
+
+
 class FileSet(Source):
     """Several sources that are read as one. Each of them reads a file or a part of a file.
 
@@ -51,37 +82,23 @@ class FileSet(Source):
                 f"limit with ulimit -n {2 * num_files + 1024}, or combine the files into fewer ones"
             )
         _check_names(readers)
-        _check_same_names(readers)
-        fields = {field: _combine_field(readers, field) for field in readers[0].fields}
-        lengths = [reader.num_samples for reader in readers]
-        borders = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-        num_samples = int(borders[-1])
-        main = fields[readers[0].main.name]
-        sizes_in_files = [reader.chunk_samples for reader in readers]
-        if not any(reader.main.grid.chunks for reader in readers):  # contiguous data has no chunks
-            sizes_in_files = [good_chunk_samples(num_samples, main.grid.sample_bytes)] * len(lengths)
-        files = zip(borders[:-1].tolist(), borders[1:].tolist(), sizes_in_files, strict=True)
-        starts = np.concatenate([*(np.arange(start, stop, size) for start, stop, size in files), borders[-1:]])
-        with_samples = [size for length, size in zip(lengths, sizes_in_files, strict=True) if length]
-        chunk_samples, sizes = with_samples[0] if with_samples else max(sizes_in_files), np.diff(starts)
-        are_alike = not len(sizes) or ((sizes[:-1] == chunk_samples).all() and sizes[-1] <= chunk_samples)
-        if not are_alike:
-            chunk_samples = round(num_samples / len(sizes))
-        if isinstance(main, RaggedField):
-            main = replace(main, chunk_samples=chunk_samples)
-        elif main.grid.chunks:  # orders and caches assume chunks of the average size
-            main = replace(main, grid=replace(main.grid, chunks=(chunk_samples, *main.grid.chunks[1:])))
+        fields = {
+            name: combined([(reader, reader.fields[name]) for reader in readers], name) for name in readers[0].fields
+        }
+        borders = np.concatenate(([0], np.cumsum([reader.num_samples for reader in readers], dtype=np.int64)))
+        sizes = [reader.chunk_samples if reader.main.grid.chunks else None for reader in readers]
+        chunks = Chunks.joined(borders, sizes, fields[readers[0].main.name])
         super().__init__(
             name,
-            fields | {main.name: main},
-            num_samples,
+            fields | {chunks.main.name: chunks.main},
+            int(borders[-1]),
             readers=readers,
             trusted=readers[0].trusted,
             checksums=readers[0].checksums,
-            main=main.name,
+            main=chunks.main.name,
             starts=borders,
-            chunk_samples=chunk_samples,
-            chunk_starts=None if are_alike else starts,
+            chunk_samples=chunks.samples,
+            chunk_starts=chunks.starts,
             is_rows=all(reader.is_rows for reader in readers),
         )
         self.header = _combine_headers(self)
@@ -169,58 +186,54 @@ def _check_names(readers: Sequence[Source]) -> None:
             )
 
 
-def _check_same_names(readers: Sequence[Source]) -> None:
-    """Raise FieldError if the column ids of a matrix, or the categories of a field, differ between files."""
-    for name in readers[0].fields:
-        if all(isinstance(reader.fields[name], MatrixField) for reader in readers):
-            check_same([(reader, COLUMN_IDS) for reader in readers], "columns", COLUMNS_REMEDY, name)
-        tables = [(reader, reader.fields[name].categories) for reader in readers]
-        if all(table for _, table in tables):
-            check_same(tables, f"categories of {name!r}", CATEGORIES_REMEDY)
-        names = [reader.fields[name].names for reader in readers]
-        other = next((number for number, own in enumerate(names) if own != names[0]), 0)
-        if other:
-            raise FieldError(
-                f"{printable(readers[other].path)}: the enumeration {name!r} has the names "
-                f"{names_text(names[other].values())}, but in {printable(readers[0].path)} it has "
-                f"{names_text(names[0].values())}: {CATEGORIES_REMEDY}"
-            )
+def combined(parts: Sequence[tuple[Source, Field | RaggedField]], name: str) -> Field | RaggedField:
+    """Describe a field as one whose samples are those of several datasets. A part has the source of its file.
 
-
-def _combine_field(readers: Sequence[Source], name: str) -> Field | RaggedField:
-    """Describe a field of all files as one field. Raises FieldError if it differs between files."""
-    if any(isinstance(reader.fields[name], EncodedField) for reader in readers):
-        readers = [reader for reader in readers if reader.num_samples]  # images are recognised by their first row
-    fields: list[Any] = [reader.fields[name] for reader in readers]
-    for reader, field in zip(readers, fields, strict=True):
-        if field.noun != fields[0].noun:
-            path, first_path = _places(reader, readers[0], name)
+    Raises FieldError if they differ in anything else than their length and chunks.
+    """
+    if any(isinstance(field, EncodedField) for _, field in parts):  # images are recognised by their first row
+        parts = [part for part in parts if part[1].grid.shape[0]]
+    first: Any = parts[0][1]
+    for part in parts[1:]:
+        if part[1].noun != first.noun:
+            place, first_place = _places(part, parts[0])
             raise FieldError(
-                f"{path}: field {name!r} is {field.noun}, but in {first_path} it is {fields[0].noun}: {REMEDY}"
+                f"{place}: field {name!r} is {part[1].noun}, but in {first_place} it is {first.noun}: {REMEDY}"
             )
-    for trait, remedy in fields[0].alike.items():
-        _check_equal(readers, name, trait, remedy)
-    joined: Field | RaggedField = fields[0].joined(fields)
+        for trait, remedy in first.alike.items():
+            _check_equal(part, parts[0], trait, remedy)
+        if part[1].names != first.names:
+            raise FieldError(
+                f"{printable(part[0].path)}: the enumeration {name!r} has the names "
+                f"{names_text(part[1].names.values())}, but in {printable(parts[0][0].path)} it has "
+                f"{names_text(first.names.values())}: {CATEGORIES_REMEDY}"
+            )
+    if isinstance(first, MatrixField):
+        check_same([(source, COLUMN_IDS) for source, _ in parts], "columns", COLUMNS_REMEDY, name)
+    tables = [(source, field.categories) for source, field in parts]
+    if all(table for _, table in tables):
+        check_same(tables, f"categories of {name!r}", CATEGORIES_REMEDY)
+    joined: Field | RaggedField = first.joined([field for _, field in parts])
     return joined
 
 
-def _places(reader: Source, first: Source, name: str) -> list[str]:
-    """Return the files of two readers. For episodes in groups of one file, add the datasets of the field."""
-    both = reader, first
-    datasets = [f": {each.fields[name].dataset!r}" if reader.path == first.path else "" for each in both]
-    return [f"{printable(each.path)}{dataset}" for each, dataset in zip(both, datasets, strict=True)]
+def _places(part: tuple[Source, Any], first: tuple[Source, Any]) -> list[str]:
+    """Return the files of two parts. If they are in the same file, add their datasets."""
+    is_same = part[0].path == first[0].path
+    return [
+        f"{printable(source.path)}: {field.dataset!r}" if is_same else printable(source.path)
+        for source, field in (part, first)
+    ]
 
 
-def _check_equal(readers: Sequence[Source], name: str, trait: str, remedy: str) -> None:
-    expected = getattr(readers[0].fields[name], trait)
-    for reader in readers[1:]:
-        value = getattr(reader.fields[name], trait)
-        if (value is None) != (expected is None) or value != expected:  # NumPy treats None as float64
-            path, first_path = _places(reader, readers[0], name)
-            raise FieldError(
-                f"{path}: field {name!r} has the {trait.replace('_', ' ')} {_text(trait, value)}, but in {first_path} "
-                f"it is {_text(trait, expected)}: {remedy}"
-            )
+def _check_equal(part: tuple[Source, Any], first: tuple[Source, Any], trait: str, remedy: str) -> None:
+    value, expected = getattr(part[1], trait), getattr(first[1], trait)
+    if (value is None) != (expected is None) or value != expected:  # NumPy treats None as float64
+        place, first_place = _places(part, first)
+        raise FieldError(
+            f"{place}: field {part[1].name!r} has the {trait.replace('_', ' ')} {_text(trait, value)}, but in "
+            f"{first_place} it is {_text(trait, expected)}: {remedy}"
+        )
 
 
 def _text(trait: str, value: object) -> str:

@@ -178,7 +178,7 @@ def find_borders(frames: Source, tables: Mapping[str, Sequence[Table]], trusted:
     """
     found = [np.zeros(1, np.int64)]
     for start, reader in zip(frames.starts.tolist(), frames.readers, strict=False) if not tables else ():
-        found.append(start + (reader.episodes if isinstance(reader, EpisodeFile) else reader).starts[1:])
+        found.append(start + (reader.borders if isinstance(reader, EpisodeFile) else reader.starts)[1:])
     for kind, given in tables.items():
         whole = [each for each in given if not isinstance(each, str)]
         if whole and (kind != ENDS or len(whole[0]) != frames.num_samples):  # a table of the episodes of all files
