@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from h5chunk.errors import OptionError, count_text, human_bytes
+from h5chunk.errors import count_text, human_bytes
 from h5chunk.plan.cache import CacheSettings, cache_for
-from h5chunk.plan.layout import MIN_CHUNKS, choose_window_chunks, power_of_two_below
+from h5chunk.plan.layout import Layout, choose_window_chunks, good_chunk_samples
 from h5chunk.plan.order import INTERLEAVE
 
 INDEX_CHUNK_BYTES = 1 << 20  # size of an HDF5 chunk of ``indices``
@@ -28,21 +28,13 @@ CODE = np.dtype(np.uint8)
 WINDOW_SKEW = 2  # limit on the entries in the fullest window, as a multiple of the entries in an average window
 
 
-@dataclass(frozen=True)
-class CsrLayout:
-    """The layout of a sparse matrix in a file."""
+@dataclass(frozen=True, kw_only=True)
+class CsrLayout(Layout):
+    """The layout of a sparse matrix, whose samples are rows, of ``sample_bytes`` on average."""
 
-    num_rows: int
     num_columns: int
     num_entries: int
     value_dtype: np.dtype | None  # stored dtype; None for a pattern, whose values are all 1 and not stored
-    chunk_samples: int  # rows per nominal chunk
-    window_chunks: int  # recommended number of nominal chunks to shuffle together
-    reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)  # for the report, one sentence each
-
-    @property
-    def num_samples(self) -> int:
-        return self.num_rows
 
     @property
     def index_dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -54,33 +46,18 @@ class CsrLayout:
         return self.value_dtype is None
 
     @property
-    def entry_bytes(self) -> int:
-        """Stored size of one entry in bytes."""
-        return self.index_dtype.itemsize + (self.value_dtype.itemsize if self.value_dtype else 0)
-
-    @property
     def chunk_entries(self) -> int:
         """Number of entries in one HDF5 chunk of ``indices`` or ``data``, at least 1."""
         return max(1, min(INDEX_CHUNK_BYTES // self.index_dtype.itemsize, self.num_entries))
 
     @property
-    def row_bytes(self) -> int:
-        """Average stored size of a row in bytes, rounded up."""
-        return POINTER_BYTES + math.ceil(self.num_entries * self.entry_bytes / self.num_rows)
-
-    @property
-    def num_chunks(self) -> int:
-        """Number of nominal chunks."""
-        return math.ceil(self.num_rows / self.chunk_samples)
-
-    @property
     def cache(self) -> CacheSettings:
         """Recommended cache for one process that reads all batches through HDF5."""
-        num_chunks = math.ceil(self.num_entries / self.chunk_entries)
-        open_bytes = INTERLEAVE * self.window_chunks * self.chunk_samples * self.row_bytes
-        open_chunks = math.ceil(open_bytes / (self.chunk_entries * self.entry_bytes)) + INTERLEAVE * self.window_chunks
-        chunk_bytes = self.chunk_entries * self.index_dtype.itemsize
-        return cache_for(min(open_chunks, max(1, num_chunks)), chunk_bytes, max(1, num_chunks))
+        num_chunks = max(1, math.ceil(self.num_entries / self.chunk_entries))
+        open_rows = INTERLEAVE * self.window_chunks
+        entries_bytes = self.chunk_entries * _entry_bytes(self.num_columns, self.value_dtype)
+        open_chunks = math.ceil(open_rows * self.chunk_bytes / entries_bytes) + open_rows
+        return cache_for(min(open_chunks, num_chunks), self.chunk_entries * self.index_dtype.itemsize, num_chunks)
 
 
 def plan_csr(
@@ -92,22 +69,29 @@ def plan_csr(
     chunk_samples: int | None = None,
 ) -> CsrLayout:
     """Plan the layout of a matrix. If ``chunk_samples`` is None, choose a suitable number of rows per nominal chunk."""
-    whole = CsrLayout(num_rows, num_columns, num_entries, value_dtype, num_rows, 1)
-    row_bytes = whole.row_bytes
-    if chunk_samples is None:
-        by_bytes = power_of_two_below(ROW_CHUNK_BYTES / row_bytes)
-        min_samples = power_of_two_below(MIN_ROW_CHUNK_BYTES / row_bytes)
-        by_count = max(power_of_two_below(num_rows / MIN_CHUNKS), min_samples)
-        chunk_samples = min(by_bytes, by_count, num_rows)
-        reason = f"{chunk_samples} rows per nominal chunk: {human_bytes(chunk_samples * row_bytes)} on average"
-    elif chunk_samples < 1:
-        raise OptionError(f"chunk_samples is {chunk_samples}: pass at least 1, or leave it out")
-    else:
-        chunk_samples = min(chunk_samples, num_rows)
-        reason = f"{chunk_samples} rows per nominal chunk, as requested: {human_bytes(chunk_samples * row_bytes)}"
-    window_chunks = choose_window_chunks(chunk_samples * row_bytes, math.ceil(num_rows / chunk_samples))
-    reasons = (reason, f"rows are shuffled within windows of {count_text(window_chunks, 'nominal chunk')}")
-    return CsrLayout(num_rows, num_columns, num_entries, value_dtype, chunk_samples, window_chunks, reasons)
+    row_bytes = POINTER_BYTES + math.ceil(num_entries * _entry_bytes(num_columns, value_dtype) / num_rows)
+    how = ", as requested" if chunk_samples is not None else ""
+    chunk_samples = good_chunk_samples(num_rows, row_bytes, chunk_samples, ROW_CHUNK_BYTES, MIN_ROW_CHUNK_BYTES)
+    chunk_bytes = chunk_samples * row_bytes
+    window_chunks = choose_window_chunks(chunk_bytes, math.ceil(num_rows / chunk_samples))
+    return CsrLayout(
+        num_samples=num_rows,
+        sample_bytes=row_bytes,
+        chunk_samples=chunk_samples,
+        window_chunks=window_chunks,
+        num_columns=num_columns,
+        num_entries=num_entries,
+        value_dtype=value_dtype,
+        reasons=(
+            f"{chunk_samples} rows per nominal chunk{how}: {human_bytes(chunk_bytes)} on average",
+            f"rows are shuffled within windows of {count_text(window_chunks, 'nominal chunk')}",
+        ),
+    )
+
+
+def _entry_bytes(num_columns: int, value_dtype: np.dtype | None) -> int:
+    """Return the stored size of one entry in bytes."""
+    return index_dtype(num_columns).itemsize + (value_dtype.itemsize if value_dtype else 0)
 
 
 def fullest_chunks(indptr: np.ndarray, chunk_samples: int) -> np.ndarray:

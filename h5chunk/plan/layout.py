@@ -58,29 +58,46 @@ def plan_layout(num_samples: int, sample_bytes: int, chunk_samples: int | None =
             f"one sample has {sample_bytes} bytes, but HDF5's limit for a chunk is {MAX_CHUNK_BYTES}: "
             "split the samples, or use a narrower dtype"
         )
-    if chunk_samples is None:
-        chunk_samples, reasons = _choose_chunk_samples(num_samples, sample_bytes)
-    elif chunk_samples < 1:
-        raise OptionError(f"chunk_samples is {chunk_samples}: pass at least 1, or leave it out")
-    else:
-        size = human_bytes(chunk_samples * sample_bytes)
-        reasons = [f"{count_text(chunk_samples, 'sample')} per chunk, as requested: {size}"]
-        chunk_samples = min(chunk_samples, num_samples)
+    requested, chunk_samples = chunk_samples, good_chunk_samples(num_samples, sample_bytes, chunk_samples)
     chunk_bytes = chunk_samples * sample_bytes
     if chunk_bytes > MAX_CHUNK_BYTES:
         raise OptionError(
             f"a chunk of {chunk_samples} samples has {chunk_bytes} bytes, but HDF5's limit is {MAX_CHUNK_BYTES}: "
             f"use at most {MAX_CHUNK_BYTES // sample_bytes} samples per chunk"
         )
-    num_chunks = math.ceil(num_samples / chunk_samples)
-    window_chunks = choose_window_chunks(chunk_bytes, num_chunks)
+    window_chunks = choose_window_chunks(chunk_bytes, math.ceil(num_samples / chunk_samples))
     layout = Layout(num_samples, sample_bytes, chunk_samples, window_chunks)
-    size, cache = human_bytes(sample_bytes), human_bytes(layout.cache.nbytes)
-    why = f"no chunk cache: samples of {size} are read directly, and a cache would copy them twice"
+    return replace(layout, reasons=(*_chunk_reasons(layout, requested), _window_reason(layout)))
+
+
+def _chunk_reasons(layout: Layout, requested: int | None) -> list[str]:
+    size, target = human_bytes(layout.chunk_bytes), human_bytes(TARGET_CHUNK_BYTES)
+    chunk = f"{count_text(layout.chunk_samples, 'sample')} per chunk"
+    if requested is not None:
+        return [f"{chunk}, as requested: {size}"]
+    if layout.num_chunks == 1:
+        return [f"{chunk}: all of them, {size}"]
+    if layout.chunk_bytes > TARGET_CHUNK_BYTES:
+        why = f"one sample is {size}, more than the target of {target}"
+    elif 2 * layout.chunk_bytes > TARGET_CHUNK_BYTES:
+        why = f"{size}, the largest power of two of samples within {target}"
+    else:
+        why = f"{size}, small enough for {layout.num_chunks} chunks to shuffle"
+    return [
+        f"{chunk}: {why}",
+        "a power of two, so that batches of 32, 64, 128, ... consist of whole chunks and no chunk is read twice",
+    ]
+
+
+def _window_reason(layout: Layout) -> str:
+    why = (
+        f"no chunk cache: samples of {human_bytes(layout.sample_bytes)} are read directly, and a cache would copy them "
+        "twice"
+    )
     if layout.cache.nbytes:
-        why = f"the {INTERLEAVE} open windows need a cache of {cache} over all processes"
-    chunks = "chunk" if window_chunks == 1 else "chunks"
-    return replace(layout, reasons=(*reasons, f"windows of {window_chunks} {chunks} are shuffled; {why}"))
+        size = human_bytes(layout.cache.nbytes)
+        why = f"the {INTERLEAVE} open windows need a cache of {size} over all processes"
+    return f"windows of {count_text(layout.window_chunks, 'chunk')} are shuffled; {why}"
 
 
 def choose_window_chunks(chunk_bytes: int, num_chunks: int) -> int:
@@ -88,31 +105,25 @@ def choose_window_chunks(chunk_bytes: int, num_chunks: int) -> int:
     return max(1, min(OPEN_WINDOWS_BYTES // max(1, INTERLEAVE * chunk_bytes), num_chunks))
 
 
-def _choose_chunk_samples(num_samples: int, sample_bytes: int) -> tuple[int, list[str]]:
-    by_bytes = power_of_two_below(TARGET_CHUNK_BYTES / sample_bytes)
-    by_count = max(power_of_two_below(num_samples / MIN_CHUNKS), power_of_two_below(MIN_CHUNK_BYTES / sample_bytes))
-    chosen = min(by_bytes, by_count)
-    if chosen >= num_samples:
-        size = human_bytes(num_samples * sample_bytes)
-        return num_samples, [f"{count_text(num_samples, 'sample')} per chunk: all of them, {size}"]
-    size = human_bytes(chosen * sample_bytes)
-    if chosen == 1 and sample_bytes > TARGET_CHUNK_BYTES:
-        why = f"one sample is {size}, more than the target of {human_bytes(TARGET_CHUNK_BYTES)}"
-    elif by_bytes <= by_count:
-        why = f"{size}, the largest power of two of samples within {human_bytes(TARGET_CHUNK_BYTES)}"
-    else:
-        why = f"{size}, small enough for {math.ceil(num_samples / chosen)} chunks to shuffle"
-    return chosen, [
-        f"{count_text(chosen, 'sample')} per chunk: {why}",
-        "a power of two, so that batches of 32, 64, 128, ... consist of whole chunks and no chunk is read twice",
-    ]
+def good_chunk_samples(
+    num_samples: int,
+    sample_bytes: int,
+    requested: int | None = None,
+    target_bytes: int = TARGET_CHUNK_BYTES,
+    min_bytes: int = MIN_CHUNK_BYTES,
+) -> int:
+    """Return the number of samples per chunk that is ``requested``, or a suitable power of two, or all samples.
+
+    A chunk has at most ``target_bytes``, and there are at least `MIN_CHUNKS` chunks or a chunk has ``min_bytes``.
+    """
+    if requested is not None and requested < 1:
+        raise OptionError(f"chunk_samples is {requested}: pass at least 1, or leave it out")
+    if requested is None:
+        by_bytes, at_least = (_power_of_two_below(size / max(1, sample_bytes)) for size in (target_bytes, min_bytes))
+        requested = min(by_bytes, max(at_least, _power_of_two_below(num_samples / MIN_CHUNKS)))
+    return max(1, min(requested, num_samples))
 
 
-def good_chunk_samples(num_samples: int, sample_bytes: int) -> int:
-    """Return a suitable number of samples per chunk, for data that is only read: samples may have any size."""
-    return _choose_chunk_samples(max(1, num_samples), max(1, sample_bytes))[0]
-
-
-def power_of_two_below(value: float) -> int:
+def _power_of_two_below(value: float) -> int:
     """Return the largest power of two that is at most ``value``, and at least 1."""
     return 1 << (math.floor(value).bit_length() - 1) if value >= 1 else 1

@@ -174,7 +174,7 @@ def test_the_plan(num_rows: int, num_columns: int, per_row: float, pattern: bool
     )
     size = layout.chunk_samples
     assert 1 <= size <= num_rows and (size == num_rows or size & (size - 1) == 0)
-    assert size == 1 or size * layout.row_bytes <= ROW_CHUNK_BYTES
+    assert size == 1 or size * layout.sample_bytes <= ROW_CHUNK_BYTES
     assert 1 <= layout.window_chunks <= layout.num_chunks
     assert 1 <= layout.chunk_entries <= max(1, layout.num_entries)
     assert layout.chunk_entries * layout.index_dtype.itemsize <= 1 << 20

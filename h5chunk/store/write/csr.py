@@ -25,9 +25,9 @@ def csr_spec(layout: CsrLayout, *, scale: float, time_order: bool = False, **par
     arrays = {
         f"{MATRIX}/indices": ArraySpec(entries, layout.index_dtype, chunks),
         f"{MATRIX}/data": ArraySpec(entries, layout.value_dtype or CODE, chunks, fill=1 if layout.pattern else None),
-        f"{MATRIX}/indptr": ArraySpec((layout.num_rows + 1,), np.dtype(np.int64)),
+        f"{MATRIX}/indptr": ArraySpec((layout.num_samples + 1,), np.dtype(np.int64)),
     }
-    shape = np.array([layout.num_rows, layout.num_columns], np.int64)
+    shape = np.array([layout.num_samples, layout.num_columns], np.int64)
     facts = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape}
     if time_order:
         facts["time_order"] = np.uint8(1)
@@ -45,7 +45,7 @@ def dense_spec(layout: Layout, dtype: np.dtype, *, gzip: bool, **parts: Any) -> 
 
 
 def _spec(
-    layout: CsrLayout | Layout,
+    layout: Layout,
     kind: str,
     arrays: Mapping[str, ArraySpec],
     facts: Mapping[str, Any],
@@ -103,7 +103,7 @@ class CsrWriter:
 
     def finish(self, row_entries: np.ndarray) -> None:
         """Write ``indptr`` and all checksums. ``row_entries`` has the number of entries of each row."""
-        indptr = np.zeros(self._layout.num_rows + 1, np.int64)
+        indptr = np.zeros(self._layout.num_samples + 1, np.int64)
         np.cumsum(row_entries, out=indptr[1:])
         if not indptr[-1] == self._num_done == self._layout.num_entries:
             raise ValueError(

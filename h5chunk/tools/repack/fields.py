@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, OptionError, as_text, printable
-from h5chunk.plan.csr import INDEX_CHUNK_BYTES, CsrLayout, plan_csr
+from h5chunk.plan.csr import INDEX_CHUNK_BYTES, plan_csr
 from h5chunk.plan.layout import MAX_CHUNK_BYTES, Layout, plan_layout
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
@@ -79,7 +79,7 @@ class Samples:
 
     num_samples: int  # length of the main field; 0 if no dataset has samples
     main: str  # name of the main field
-    layouts: dict[int, Layout | CsrLayout]  # the layout for each number of samples; usually there is only one
+    layouts: dict[int, Layout]  # the layout for each number of samples; usually there is only one
     fields: list[DatasetFacts] = field(default_factory=list)  # all datasets of these lengths with fixed-size types
     other_datasets: list[DatasetFacts] = field(default_factory=list)  # datasets of these lengths with other types
     ragged: list[RaggedGroup] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Samples:
     too_large: list[str] = field(default_factory=list)  # datasets whose rows are too large for a chunk or memory
 
     @property
-    def layout(self) -> Layout | CsrLayout | None:
+    def layout(self) -> Layout | None:
         """The layout of the main field."""
         return self.layouts.get(self.num_samples)
 
@@ -210,9 +210,7 @@ def _named(datasets: dict[bytes, DatasetFacts], name: str, survey: Survey, label
     return facts
 
 
-def _plan(
-    num_rows: int, fields: list[DatasetFacts], ragged: list[RaggedGroup], chunk_samples: int | None
-) -> Layout | CsrLayout:
+def _plan(num_rows: int, fields: list[DatasetFacts], ragged: list[RaggedGroup], chunk_samples: int | None) -> Layout:
     """Plan the chunks of all fields of one length. The largest of them determines the number of samples per chunk."""
     largest = max((facts.num_bytes for facts in fields if facts.num_rows == num_rows), default=0)
     rows = [group for group in ragged if group.has_samples and group.shape[0] == num_rows and group.shape[1]]
