@@ -105,21 +105,10 @@ class LengthOrder(Order):
 
     def _windows_of(self, rank: int) -> Order:
         """Return an order whose batches are the shuffled windows of a rank."""
-        return Order(
-            self.num_samples,
-            self.chunk_samples,
-            self.window_batches * self.batch_size,
-            window_chunks=1,
-            interleave=1,
-            seed=self.seed,
-            epoch=self.epoch,
-            shuffle=self.shuffle,
-            lanes=self.lanes,
-            rank=rank,
-            world_size=self.world_size,
-            nodes=self.nodes,
-            selection=self.selection,
-        )
+        own = {each.name: getattr(self, each.name) for each in fields(Order)}
+        size = self.window_batches * self.batch_size
+        changes = {"batch_size": size, "window_chunks": 1, "rank": rank, "drop_last": False, "epoch_samples": 0}
+        return Order(**own | changes)
 
     def rounds(self) -> Iterator[Round]:
         """Yield rounds of one window, counted in average batches."""
