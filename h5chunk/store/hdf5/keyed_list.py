@@ -14,7 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,6 @@ from h5chunk.store.hdf5.keyed_index import (
 )
 from h5chunk.store.hdf5.open import descriptor_of, fetched_objects, follow, opened
 from h5chunk.store.hdf5.patterns import fill
-from h5chunk.store.hdf5.ranges import held
 from h5chunk.store.hdf5.strings import POINTER, FileBytes, read_strings
 from h5chunk.store.hdf5.types import element_of, find_column, find_member, read_elements, type_problem, type_text
 from h5chunk.urls import local_copy_of
@@ -66,11 +65,7 @@ Report = Callable[[int, "int | None"], None]  # called with the number of listed
 Say = Callable[[int], None]  # sends the number of listed samples from a child process
 
 
-class Keys(NamedTuple):
-    """Samples of one file."""
-
-    path: Path
-    keys: list[bytes]
+Keys = tuple[Path, list[bytes]]  # a file, and the keys of samples in it
 
 
 def open_index(files: Sequence[Path], wanted: Wanted, report: Report) -> KeyedIndex:
@@ -98,21 +93,17 @@ def open_index(files: Sequence[Path], wanted: Wanted, report: Report) -> KeyedIn
             mirror.free_unused()
     if dict(zip(stored.files, stamps_of(files, wanted), strict=True)) != stamps:
         raise FileError(f"{printable(files[0])} or another file changed while it was indexed: try again")
-    others = [name for name in known if name not in stamps]
     kept = [name for name in known if name in stamps and name not in {*due}]
+    others = [name for name in known if name not in stamps]
+    parts = [index.take([number_of[name] for name in names]) for names in (kept, others) if index and names]
     try:
-        whole = _with(index, [number_of[name] for name in (*kept, *others)], new, wanted)
+        whole = joined([*parts, new], wanted)
     except FieldError:  # the others may be of another kind
-        whole, others = _with(index, [number_of[name] for name in kept], new, wanted), []
+        whole, others = joined([*parts[: bool(kept)], new], wanted), []
     names = [*kept, *others, *due]
     stored.save(whole, {name: stamps.get(name) or known[name] for name in names})
     order = {name: number for number, name in enumerate(names)}
     return whole.take([order[name] for name in stored.files])
-
-
-def _with(index: KeyedIndex | None, files: Sequence[int], new: KeyedIndex, wanted: Wanted) -> KeyedIndex:
-    """Return the samples of some files of an index, followed by new ones."""
-    return joined([index.take(files), new] if index is not None and files else [new], wanted)
 
 
 def list_samples(path: Path, wanted: Wanted, report: Report) -> KeyedIndex:
@@ -126,9 +117,9 @@ def _list_files(named: Mapping[str, Path], wanted: Wanted, report: Report) -> Ke
         files = [*named.values()]
         keys = in_child(files[0], _list_keys, files, wanted)
     else:  # each file is a sample, whose key is its path without the suffix
-        keys = [Keys(path, [os.fsencode(os.path.splitext(name)[0])]) for name, path in named.items()]
-    total = sum(len(each.keys) for each in keys)
-    if empty := [each.path for each in keys if not each.keys]:
+        keys = [(path, [os.fsencode(os.path.splitext(name)[0])]) for name, path in named.items()]
+    counts = [len(own) for _, own in keys]
+    if empty := [path for path, own in keys if not own]:
         before = wanted.outer.partition("*")[0].strip("/")
         raise FieldError(f"{printable(empty[0])}: no sample matches, because the group {before or '/'!r} is empty")
     parts = list(_parts(keys))
@@ -137,9 +128,9 @@ def _list_files(named: Mapping[str, Path], wanted: Wanted, report: Report) -> Ke
     def list_part(number: int) -> KeyedIndex:
         def note(count: int) -> None:
             done[number] = count
-            report(sum(done), total)
+            report(sum(done), sum(counts))
 
-        return in_child(parts[number][0].path, _list_part, parts[number], wanted, on_message=note)
+        return in_child(parts[number][0][0], _list_part, parts[number], wanted, on_message=note)
 
     with ThreadPoolExecutor(available_cores()) as pool:
         futures = [pool.submit(list_part, number) for number in range(len(parts))]
@@ -148,21 +139,19 @@ def _list_files(named: Mapping[str, Path], wanted: Wanted, report: Report) -> Ke
         finally:
             for future in futures:
                 future.cancel()
-    return listed._replace(starts=np.cumsum([0, *(len(each.keys) for each in keys)]))
+    return listed._replace(starts=np.cumsum([0, *counts]))
 
 
-def _parts(keys: Sequence[Keys]) -> Iterator[list[Keys]]:
+def _parts(files: Sequence[Keys]) -> Iterator[list[Keys]]:
     """Divide the samples of all files into parts, each with some samples of a large file, or with several files."""
     part: list[Keys] = []
-    for each in keys:
-        for start in range(0, len(each.keys), PART_SAMPLES):
-            own = each._replace(keys=each.keys[start : start + PART_SAMPLES])
-            if part and (
-                len(part) == PART_FILES or sum(len(other.keys) for other in part) + len(own.keys) > PART_SAMPLES
-            ):
+    for path, keys in files:
+        for start in range(0, len(keys), PART_SAMPLES):
+            own = keys[start : start + PART_SAMPLES]
+            if part and (len(part) == PART_FILES or sum(len(others) for _, others in part) + len(own) > PART_SAMPLES):
                 yield part
                 part = []
-            part.append(own)
+            part.append((path, own))
     yield part
 
 
@@ -171,8 +160,8 @@ def _list_keys(files: Sequence[Path], wanted: Wanted) -> list[Keys]:
     groups = [group.strip("/") for group in wanted.outer.split("*")[:-1]]  # before each *
     found = []
     for path in files:
-        with limited_memory(path, wanted.trusted), _without_keeping(path), opened(path) as file:
-            found.append(Keys(path, [*_walk(file["/"], groups, b"", Guard(path, wanted.trusted))]))
+        with _opened(path, wanted.trusted) as file:
+            found.append((path, [*_walk(file["/"], groups, b"", Guard(path, wanted.trusted))]))
     return found
 
 
@@ -203,7 +192,7 @@ def _list_part(say: Say, part: Sequence[Keys], wanted: Wanted) -> KeyedIndex:
     values: dict[str, list[Any]] = {name: [] for name in wanted.attributes}
     done = 0
     for path, keys in part:
-        with limited_memory(path, wanted.trusted), _without_keeping(path), opened(path) as file:
+        with _opened(path, wanted.trusted) as file:
             lister = _Lister(file, wanted)
             for field in fields.values():
                 field.enter(file, lister.guard)
@@ -217,28 +206,31 @@ def _list_part(say: Say, part: Sequence[Keys], wanted: Wanted) -> KeyedIndex:
             for field in fields.values():
                 field.leave()
     say(done)
-    keys, names = [key for each in part for key in each.keys], next(iter(fields.values())).names
+    keys, names = [key for _, own in part for key in own], next(iter(fields.values())).names
     values |= {name: field.texts for name, field in fields.items() if field.is_text}
     if len(values) > len(wanted.attributes) + len(fields) - 1:
         raise FieldError(f"{names[0]} has only strings: name at least one dataset of numbers, too")
     try:
         columns = {name: column_of(name, own, wanted.attributes.get(name), names) for name, own in values.items()}
     except FieldError as error:
-        first = printable(part[0].path)
+        first = printable(part[0][0])
         raise FieldError(f"{'' if str(error).startswith(first) else f'{first}: '}{error}") from None
     return KeyedIndex(
         np.frombuffer(b"".join(keys), np.uint8),
         np.cumsum([len(key) for key in keys]),
         {name: field.index() for name, field in fields.items() if not field.is_text},
         columns,
-        np.cumsum([0, *(len(each.keys) for each in part)]),
+        np.cumsum([0, *(len(own) for _, own in part)]),
     )
 
 
-def _without_keeping(path: Path) -> AbstractContextManager[None]:
-    """Keep no metadata of a remote file in a context, because the index has all that is needed of it."""
+@contextmanager
+def _opened(path: Path, trusted: bool) -> Iterator[h5py.File]:
+    """Open a file in a context. No metadata of a remote file is kept, because the index has all that is needed."""
     mirror = local_copy_of(path)
-    return nullcontext() if mirror is None else mirror.without_keeping()
+    unkept = nullcontext() if mirror is None else mirror.without_keeping()
+    with limited_memory(path, trusted), unkept, opened(path) as file:
+        yield file
 
 
 class _Lister:
@@ -352,19 +344,19 @@ class _FieldLister:
         self._file_bytes = file.id.get_filesize()
         self._user_block = file.userblock_size
         self._left_out = left_out_of_offsets(file)
+        name = f"{printable(guard.path)}: {self._name!r}"
+        self._bytes = FileBytes(
+            descriptor_of(file),
+            self._file_bytes,
+            lambda problem: FieldError(f"{name}: {problem}; or leave the field out"),
+            self._user_block,
+        )
 
     def leave(self) -> None:
         """Read the strings in the heap of the file."""
         if self._pointers:
             pointers = np.frombuffer(b"".join(self._pointers.values()), POINTER)
-            name = f"{printable(self._guard.path)}: {self._name!r}"
-            file = FileBytes(
-                descriptor_of(self._file),
-                self._file_bytes,
-                lambda problem: FieldError(f"{name}: {problem}; or leave the field out"),
-                self._file.userblock_size,
-            )
-            strings = read_strings(file, pointers, MAX_TEXT_BYTES).tolist()
+            strings = read_strings(self._bytes, pointers, MAX_TEXT_BYTES).tolist()
             for number, text in zip(self._pointers, strings, strict=True):
                 self.texts[number] = text
             self._pointers = {}
@@ -428,12 +420,7 @@ class _FieldLister:
         offset = dataset.get_offset()
         if offset is None or self._file.id.get_create_plist().get_sizes()[0] != 8:
             raise FieldError(f"{where}: {self._name!r} {type_problem(kind)}; or leave the field out")
-        descriptor, size = descriptor_of(self._file), POINTER.itemsize
-        with held(descriptor, np.array([offset]), np.array([size])):
-            pointer = os.pread(descriptor, size, offset)
-        if len(pointer) < size:
-            raise FileError(f"{where} is damaged: {self._name!r} extends beyond the end of the file")
-        self._pointers[len(self.texts) - 1] = pointer
+        self._pointers[len(self.texts) - 1] = self._bytes.read(offset - self._user_block, POINTER.itemsize)
 
     def index(self) -> FieldIndex:
         """Return the index of all samples that were added."""
@@ -488,9 +475,8 @@ class _FieldLister:
         values = np.empty(dataset.shape, self._element.dtype)
         dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
         start = int(h5py.h5g.get_objinfo(dataset).objno[0]) + self._user_block
-        size, descriptor = min(values.nbytes + HEADER_BYTES, self._file_bytes - start), descriptor_of(self._file)
-        with held(descriptor, np.array([start]), np.array([size])):
-            found = os.pread(descriptor, size, start).find(values.tobytes())
+        size = min(values.nbytes + HEADER_BYTES, self._file_bytes - start)
+        found = self._bytes.read(start - self._user_block, size).find(values.tobytes())
         return NO_PLACES if found < 0 else (CONTIGUOUS, [(start + found, values.nbytes, 0)])
 
     def _chunked(
