@@ -90,7 +90,7 @@ def moved(path: Path) -> np.ndarray:
         kind = np.empty(1, f"V{dataset.id.get_type().get_size()}").dtype
         out = np.empty(dataset.shape, kind)
         shares = MemoryShares(8 << 20, 1)
-        with path.open("rb") as raw, closing(RawRows(dataset, raw.fileno(), shares, path.parent)) as rows:
+        with closing(RawRows(dataset, shares, path.parent)) as rows:
             rows.read(0, len(out), out.view(np.uint8).reshape(len(out), -1))
         with h5py.File(path.with_name("moved.h5"), "w") as new:
             h5py.h5d.create(new.id, b"images", dataset.id.get_type(), h5py.h5s.create_simple(dataset.shape)).write(

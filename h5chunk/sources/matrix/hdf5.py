@@ -25,8 +25,7 @@ from h5chunk.store.hdf5.child import in_child, limited_memory, try_files
 from h5chunk.store.hdf5.chunk_table import NotDirect, count_unwritten, is_stored_as
 from h5chunk.store.hdf5.encodings import read_encoding
 from h5chunk.store.hdf5.guard import Guard
-from h5chunk.store.hdf5.open import opened
-from h5chunk.store.hdf5.ranges import open_descriptor
+from h5chunk.store.hdf5.open import descriptor_of, opened
 from h5chunk.store.hdf5.strings import MAX_STRING_BYTES, POINTER, FileBytes, read_strings, read_words
 from h5chunk.store.read.raw import RawValues
 
@@ -68,13 +67,9 @@ class GuardedFile(RegularFile):
         """Open the root group in a context, which converts each FileError to a SourceError."""
         try:
             with opened(self.path) as file:
-                descriptor = open_descriptor(Path(self.path))
-                try:
-                    self.check_unchanged(descriptor)
-                    yield GuardedGroup(self, file["/"], descriptor, "")
-                    self.check_unchanged(descriptor)
-                finally:
-                    os.close(descriptor)
+                self.check_unchanged(descriptor_of(file))
+                yield GuardedGroup(self, file["/"], "")
+                self.check_unchanged(descriptor_of(file))
         except FileError as error:
             raise SourceError(str(error)) from error.__cause__
 
@@ -92,9 +87,8 @@ def _read_strings(path: Path, name: str) -> list[bytes]:
 class GuardedGroup:
     """A group of an untrusted file, whose members must be hard links."""
 
-    def __init__(self, owner: GuardedFile, group: h5py.Group, descriptor: int, path: str) -> None:
-        self.owner, self.path = owner, path
-        self._group, self._descriptor = group, descriptor
+    def __init__(self, owner: GuardedFile, group: h5py.Group, path: str) -> None:
+        self.owner, self.path, self._group = owner, path, group
 
     def __contains__(self, name: str) -> bool:
         return name in self._group
@@ -145,7 +139,7 @@ class GuardedGroup:
         member = self._member(name)
         if not isinstance(member, h5py.Group):
             raise self.error("must be a group", name)
-        return GuardedGroup(self.owner, member, self._descriptor, self._place(name))
+        return GuardedGroup(self.owner, member, self._place(name))
 
     def num_dimensions(self, name: str) -> int:
         """Return the number of dimensions of a dataset."""
@@ -159,16 +153,16 @@ class GuardedGroup:
         self.owner.guard.check_field(member, self._place(name))
         if member.shape is None or len(member.shape) != num_dimensions:
             raise self.error(f"has the shape {member.shape} but must have {num_dimensions} dimensions", name)
-        return GuardedDataset(member, self._descriptor, self.owner, self._place(name))
+        return GuardedDataset(member, self.owner, self._place(name))
 
 
 class GuardedDataset:
     """A dataset of numbers or strings, read chunk by chunk. With one dimension, it is a `compressed.Vector`."""
 
-    def __init__(self, dataset: h5py.Dataset, descriptor: int, owner: GuardedFile, where: str) -> None:
+    def __init__(self, dataset: h5py.Dataset, owner: GuardedFile, where: str) -> None:
         self.name = f"{printable(owner.path)}: {where}"
         self.memory, self.where = owner.memory, where
-        self._dataset, self._descriptor = dataset, descriptor
+        self._dataset = dataset
         self.shape: tuple[int, ...] = dataset.shape
         self.length = self.shape[0]
         self.chunks: tuple[int, ...] | None = dataset.chunks
@@ -223,7 +217,7 @@ class GuardedDataset:
             self.memory.check(f"{count:,} chunks of {self.where}", count * CHUNK_ENTRY_BYTES)
             self.memory.check(f"chunks of {human_bytes(chunk_bytes)} of {self.where}", chunk_bytes * CHUNK_COPIES)
         try:
-            return RawValues(self._dataset, self._descriptor, len(self.shape))
+            return RawValues(self._dataset, len(self.shape))
         except NotDirect:
             if self.chunks is None:
                 raise self.error("its strings are in an unsupported layout: rewrite the file (h5repack)") from None
@@ -275,8 +269,7 @@ class GuardedDataset:
             pointers = self.all()
             width = min(int(pointers["length"].max(initial=0)), MAX_STRING_BYTES)
             self.memory.check(f"{self.length:,} strings of up to {width} bytes in {self.where}", self.length * width)
-            file, num_bytes = self._dataset.file, os.fstat(self._descriptor).st_size
-            return read_strings(FileBytes(self._descriptor, num_bytes, self.error, file.userblock_size), pointers)
+            return read_strings(FileBytes.of(self._dataset.file, self.error), pointers)
         if self.is_text:
             return self._strings_by_hdf5()
         if self.dtype.kind != "S":

@@ -46,15 +46,14 @@ from h5chunk.store.hdf5.keyed_index import (
     joined,
     stamps_of,
 )
-from h5chunk.store.hdf5.open import descriptor_of, fetched_objects, follow, opened
+from h5chunk.store.hdf5.open import fetched_objects, follow, opened
 from h5chunk.store.hdf5.patterns import fill
-from h5chunk.store.hdf5.strings import POINTER, FileBytes, read_strings
+from h5chunk.store.hdf5.strings import MAX_TEXT_BYTES, POINTER, FileBytes, read_strings
 from h5chunk.store.hdf5.types import element_of, find_column, find_member, read_elements, type_problem, type_text
 from h5chunk.urls import local_copy_of
 
 PART_SAMPLES = 5_000  # samples per range; a child process lists a range in about a second
 PART_FILES = 500  # files per range
-MAX_TEXT_BYTES = 64 << 10  # limit on strings of variable length, which the index has
 FETCHED = 500  # samples of a remote file whose metadata is fetched together, and between two reports of progress
 HEADER_BYTES = 4 << 10  # bytes after the start of an object header to search for a compact dataset's values
 
@@ -345,12 +344,7 @@ class _FieldLister:
         self._user_block = file.userblock_size
         self._left_out = left_out_of_offsets(file)
         name = f"{printable(guard.path)}: {self._name!r}"
-        self._bytes = FileBytes(
-            descriptor_of(file),
-            self._file_bytes,
-            lambda problem: FieldError(f"{name}: {problem}; or leave the field out"),
-            self._user_block,
-        )
+        self._bytes = FileBytes.of(file, lambda problem: FieldError(f"{name}: {problem}; or leave the field out"))
 
     def leave(self) -> None:
         """Read the strings in the heap of the file."""

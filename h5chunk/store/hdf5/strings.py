@@ -13,17 +13,17 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import h5py
 import numpy as np
 
 from h5chunk.errors import H5ChunkError
 from h5chunk.store.hdf5.guard import small_attribute
-from h5chunk.store.hdf5.open import address_of
-from h5chunk.store.hdf5.ranges import held, open_descriptor
+from h5chunk.store.hdf5.open import address_of, descriptor_of
+from h5chunk.store.hdf5.ranges import held
 
 MAX_STRING_BYTES = 256
+MAX_TEXT_BYTES = 64 << 10  # limit on strings that are samples, because those of a batch are padded to the longest
 MAX_HEAP_BYTES = 64 << 20  # limit on the size of a heap collection that contains strings
 BLOCK_BYTES = 64 << 10  # bytes at the start of a collection that are read at once
 STRINGS_BYTES = 64 << 10  # bytes of the file that are read at a time for short strings
@@ -43,6 +43,12 @@ class FileBytes:
     num_bytes: int
     error: Callable[[str], H5ChunkError]  # creates an error that names the object being read
     base: int = 0  # offset of address 0: the end of the user block
+
+    @classmethod
+    def of(cls, file: h5py.File, error: Callable[[str], H5ChunkError]) -> FileBytes:
+        """Return the bytes of a file that HDF5 has open."""
+        descriptor = descriptor_of(file)
+        return cls(descriptor, os.fstat(descriptor).st_size, error, file.userblock_size)
 
     def read(self, address: int, num_bytes: int) -> bytes:
         if address + num_bytes > self.num_bytes - self.base:
@@ -68,15 +74,9 @@ def read_words(item: h5py.HLObject, name: str, error: Callable[[str], H5ChunkErr
         return []
     words = np.ravel(small_attribute(item, name, ()))
     if kind.is_variable_str():
-        descriptor = open_descriptor(Path(item.file.filename))
-        try:
-            file = FileBytes(descriptor, os.fstat(descriptor).st_size, error, item.file.userblock_size)
-            num_bytes = math.prod(attribute.shape) * POINTER.itemsize
-            words = read_strings(
-                file, np.frombuffer(_attribute_bytes(file, address_of(item)[-2], name, num_bytes), POINTER)
-            )
-        finally:
-            os.close(descriptor)
+        file, num_bytes = FileBytes.of(item.file, error), math.prod(attribute.shape) * POINTER.itemsize
+        stored = _attribute_bytes(file, address_of(item)[-2], name, num_bytes)
+        words = read_strings(file, np.frombuffer(stored, POINTER))
     return [bytes(word).decode("utf-8", "backslashreplace") for word in words.tolist()]
 
 

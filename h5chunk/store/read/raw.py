@@ -12,6 +12,7 @@ import numpy as np
 from h5chunk.errors import UnsupportedError
 from h5chunk.store.hdf5.chunk_table import NotDirect, is_variable, stored_item_bytes
 from h5chunk.store.hdf5.codecs import INSTALL, KNOWN_FILTERS
+from h5chunk.store.hdf5.open import descriptor_of
 from h5chunk.store.hdf5.ranges import OneFile
 from h5chunk.store.hdf5.types import Element
 from h5chunk.store.read.arrays import Arrays, Boxes, dataset_text
@@ -22,7 +23,7 @@ from h5chunk.store.read.through_hdf5 import Hdf5Files, hdf5_arrays
 
 
 class RawValues:
-    """The elements of a dataset of any type as bytes, which any number of threads can read.
+    """The elements of an open dataset of any type as bytes, which any number of threads can read.
 
     Boxes have all indices of the axes after the first ``axes``. ``arrays`` has a block for each chunk with filters, and
     ``left_to_hdf5`` is the reason why HDF5 must read them, or empty. The block that was used last is kept if only a
@@ -30,8 +31,8 @@ class RawValues:
     without checks.
     """
 
-    def __init__(self, dataset: h5py.Dataset, descriptor: int, axes: int = 1) -> None:
-        self._files, self.cache = OneFile(descriptor), BlockCache()
+    def __init__(self, dataset: h5py.Dataset, axes: int = 1) -> None:
+        self._files, self.cache = OneFile(descriptor_of(dataset.file)), BlockCache()
         self.arrays, self.left_to_hdf5 = _arrays(dataset, self.cache.hdf5, axes)
         self._reader = BoxReader(self.arrays, self.cache)
 

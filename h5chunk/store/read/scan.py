@@ -29,6 +29,7 @@ from h5chunk.store.hdf5.chunk_table import (
 )
 from h5chunk.store.hdf5.codecs import crc32, scratch
 from h5chunk.store.hdf5.guard import SLACK_CHUNKS
+from h5chunk.store.hdf5.open import descriptor_of
 from h5chunk.store.hdf5.ranges import PART_BYTES, read_bytes
 from h5chunk.store.read.arrays import Codec, dataset_text
 from h5chunk.store.read.raw import RawValues
@@ -84,7 +85,7 @@ class CheckedDataset:
         self._where = dataset_text(path, "", dataset.name)
         self._expected, self._on_values = expected, on_values
         self._local = threading.local()
-        self._item_bytes = stored_item_bytes(dataset)
+        self._item_bytes, self._descriptor = stored_item_bytes(dataset), descriptor_of(dataset.file)
         properties = dataset.id.get_create_plist()
         stored = properties.get_layout() != h5py.h5d.COMPACT and math.prod(dataset.shape or (0,)) > 0
         self.num_unwritten = count_unwritten(dataset)
@@ -105,7 +106,7 @@ class CheckedDataset:
         self._is_left_to_hdf5 = False
         if self.filtered:
             with suppress(NotDirect):  # HDF5 would follow elements of variable length without checks
-                raw = RawValues(dataset, -1, dataset.ndim)
+                raw = RawValues(dataset, dataset.ndim)
                 self._codec, self._is_left_to_hdf5 = raw.arrays.codecs[0], bool(raw.left_to_hdf5)
         self.method = CHECKSUM if expected is not None else DECODING if self._codec is not None else READING
 
@@ -121,7 +122,6 @@ class CheckedDataset:
     def check(
         self,
         chunks: np.ndarray,
-        descriptor: int,
         *,
         num_threads: int = MAX_THREADS,
         memory_bytes: int = MEMORY_BYTES,
@@ -137,13 +137,12 @@ class CheckedDataset:
         num_threads = max(1, min(available_cores(), num_threads, memory_bytes // thread_bytes))
         step = max(1, PART_BYTES // max(1, int(self.table.sizes[chunks].max())))
         borders = range(0, len(chunks), step)
-        parts = (partial(self._check_part, chunks[first : first + step], descriptor, on_checked) for first in borders)
+        parts = (partial(self._check_part, chunks[first : first + step], on_checked) for first in borders)
         yield from (part() for part in parts) if num_threads == 1 else in_order(parts, num_threads, 4 * num_threads)
 
     def require_undamaged(
         self,
         chunks: np.ndarray,
-        descriptor: int,
         on_read: Callable[[int], None],
         consequence: str,
         **options: Any,
@@ -152,7 +151,7 @@ class CheckedDataset:
 
         ``on_read`` is called with the number of bytes read since its last call. ``options`` are arguments of `check`.
         """
-        with closing(self.check(chunks, descriptor, **options)) as parts:  # stop all threads after an error
+        with closing(self.check(chunks, **options)) as parts:  # stop all threads after an error
             for num_bytes, damages in parts:
                 for damage in damages:
                     raise FileError(
@@ -162,14 +161,12 @@ class CheckedDataset:
                     )
                 on_read(num_bytes)
 
-    def _check_part(
-        self, chunks: np.ndarray, descriptor: int, on_checked: Callable[[np.ndarray], None]
-    ) -> tuple[int, list[Damage]]:
+    def _check_part(self, chunks: np.ndarray, on_checked: Callable[[np.ndarray], None]) -> tuple[int, list[Damage]]:
         num_bytes, damages = 0, list[Damage]()
         for chunk in chunks.tolist():
             offset, size = self.location(chunk)
             try:
-                damage = self._check_chunk(chunk, offset, size, descriptor)
+                damage = self._check_chunk(chunk, offset, size)
                 num_bytes += size
             except FileError as error:
                 damage = self._damage(chunk, self._reason(chunk, error))
@@ -179,7 +176,7 @@ class CheckedDataset:
             on_checked(chunks)
         return num_bytes, damages
 
-    def _check_chunk(self, chunk: int, offset: int, size: int, descriptor: int) -> Damage | None:
+    def _check_chunk(self, chunk: int, offset: int, size: int) -> Damage | None:
         """Return the damage of a chunk, if any. Raises FileError if it cannot be read."""
         if offset < 0 and self._expected is not None:
             return self._damage(chunk, "was never written, although it has a checksum")
@@ -192,7 +189,7 @@ class CheckedDataset:
         first = chunk * (self.chunk_bytes // self._item_bytes)
         for start in range(0, size, room):
             piece = memory[: size - start]
-            read_bytes(descriptor, offset + start, piece.data, lambda _: f"{self._where}, chunk {chunk}")
+            read_bytes(self._descriptor, offset + start, piece.data, lambda _: f"{self._where}, chunk {chunk}")
             actual = crc32(piece, actual)
             if room < size and self._on_values is not None:
                 self._on_values(first + start // self._item_bytes, piece)

@@ -6,7 +6,6 @@ HDF5 File Format Specification, III.E (global heap) and VIII.B (disk format of v
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,7 @@ import numpy as np
 from h5chunk.errors import FileError, UnsupportedError, printable
 from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.store.hdf5.chunk_table import NotDirect, count_unwritten, is_vlen
-from h5chunk.store.hdf5.open import descriptor_of
-from h5chunk.store.hdf5.strings import POINTER, FileBytes, find_in_heap
+from h5chunk.store.hdf5.strings import MAX_TEXT_BYTES, POINTER, FileBytes, find_in_heap
 from h5chunk.store.hdf5.types import Element, element_of, type_text
 from h5chunk.store.read.arrays import Arrays, Blocks, Origin
 from h5chunk.store.read.ragged import SeriesField
@@ -26,7 +24,6 @@ from h5chunk.store.read.samples import Elements, Part, StoredFile, Texts
 from h5chunk.store.read.stored import Filtered
 
 LETTER = Element(np.dtype(np.uint8), np.dtype(np.uint8))  # a byte of a string
-MAX_TEXT_BYTES = 64 << 10  # limit on strings of variable length, because those of a batch are padded to the longest
 AS_FIXED = "copy it (x) to fixed-length strings, such as file['NEW'] = np.char.encode(np.array(x.asstr()[()], str))"
 CUT = "copy it (x) to shorter strings, such as file['NEW'] = np.char.encode(np.array(x.asstr()[()], 'U1000'))"
 REMEDY = "write its values one after the other, and their offsets to another dataset (offsets=...)"
@@ -84,7 +81,7 @@ def read_pointers(dataset: h5py.Dataset, path: Path) -> np.ndarray:
     pointers = np.zeros(dataset.shape, POINTER)
     try:
         if dataset.size:
-            RawValues(dataset, descriptor_of(dataset.file)).read([0], [len(dataset)], pointers)
+            RawValues(dataset).read([0], [len(dataset)], pointers)
     except NotDirect as error:
         raise UnsupportedError(f"{where} has {noun} of variable length, but {error}: {remedy}") from None
     return pointers
@@ -135,9 +132,7 @@ def _heap_arrays(file: StoredFile, dataset: str, pointers: np.ndarray, element: 
 
 def open_heap(file: h5py.File, path: Path, dataset: str) -> FileBytes:
     """Return the open file, which contains the heap, for `find_in_heap`. Errors name the dataset."""
-    descriptor, where = descriptor_of(file), f"{printable(path)}: {dataset!r}"
-    size = os.fstat(descriptor).st_size
-    return FileBytes(descriptor, size, lambda problem: FileError(f"{where}: {problem}"), file.userblock_size)
+    return FileBytes.of(file, lambda problem: FileError(f"{printable(path)}: {dataset!r}: {problem}"))
 
 
 def vlen_indptr(pointers: np.ndarray, dataset: h5py.Dataset, path: Path, element: Element) -> np.ndarray:

@@ -62,7 +62,7 @@ class RawRows:
     chunks that do not fit in memory are held in a temporary file in ``folder``.
     """
 
-    def __init__(self, dataset: h5py.Dataset, descriptor: int, shares: MemoryShares, folder: Path) -> None:
+    def __init__(self, dataset: h5py.Dataset, shares: MemoryShares, folder: Path) -> None:
         where = f"{printable(dataset.file.filename)}: {dataset.name!r}"
         if dataset.chunks is not None:
             count = math.prod(-(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True))
@@ -71,7 +71,7 @@ class RawRows:
                 raise OptionError(
                     f"{where} has {count} chunks, whose table needs {need}: use more memory (--memory-bytes)"
                 )
-        self._values = RawValues(dataset, descriptor)
+        self._values = RawValues(dataset)
         arrays = self._values.arrays
         self.num_rows, self.row_bytes = int(arrays.shape[0, 0]), int(arrays.shape[0, 1:].prod()) * arrays.item_bytes
         self.num_threads, self.band_rows = shares.num_threads, int(arrays.block[0, 0])

@@ -29,7 +29,7 @@ from h5chunk.store.format.header import read_header
 from h5chunk.store.format.spec import CHECKSUMS, Region
 from h5chunk.store.hdf5.child import Say, in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import is_stored_as
-from h5chunk.store.hdf5.open import open_file, translate_errors
+from h5chunk.store.hdf5.open import descriptor_of, open_file, translate_errors
 from h5chunk.store.read.files import Paths, single_file
 from h5chunk.store.read.scan import CheckedDataset
 from h5chunk.store.rewrite.raw_rows import RawRows
@@ -240,13 +240,12 @@ class Source:
 
     def __enter__(self) -> Source:
         self.file = open_file(self.path)
-        self.descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = descriptor_of(self.file)
         self.stamp = self.stamp or stamp_of(self.descriptor, with_ctime=True)
         self.check_unchanged()
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self.descriptor)
         with translate_errors(self.label):
             self.file.close()
         del self.file
@@ -293,7 +292,6 @@ class Run:
                 raise FileError(f"{label}: {wrong}: run h5chunk verify to list all problems")
             checked.require_undamaged(
                 np.arange(checked.num_chunks),
-                self._source.descriptor,
                 self._add_done,
                 "nothing was repacked",
                 num_threads=shares.num_threads,
@@ -387,4 +385,4 @@ class Run:
         return values
 
     def _open_rows(self, dataset: h5py.Dataset) -> RawRows:
-        return RawRows(dataset, self._source.descriptor, self._plan.shares, self._new.part.parent)
+        return RawRows(dataset, self._plan.shares, self._new.part.parent)

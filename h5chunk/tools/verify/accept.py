@@ -21,7 +21,6 @@ from h5chunk.store.format.spec import CHECKSUMS, GROUP, ArraySpec, FileSpec, cre
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import open_file, opened
-from h5chunk.store.hdf5.ranges import open_descriptor
 from h5chunk.store.read.scan import CheckedDataset
 from h5chunk.store.write.part_file import check_free_space, part_path, sync_folder, writing
 
@@ -93,17 +92,14 @@ def _checksums_of(path: Path, datasets: dict[str, h5py.Dataset], guard: Guard, n
             f"{printable(path)}: {name!r} has {count_text(count, 'chunk')}, but its checksums are {old.dtype} "
             f"{old.shape}: a changed structure cannot be accepted: convert the data again"
         )
-    sums, descriptor = old.copy(), open_descriptor(path)
-    try:
-        for _, damages in CheckedDataset(path, dataset, old).check(np.arange(count), descriptor):
-            for damage in damages:
-                if damage.actual is None or damage.actual == damage.expected:
-                    raise FileError(
-                        f"{printable(path)}: chunk {damage.chunk} of {name!r} {damage.problem}, so it is damaged"
-                    )
-                sums[damage.chunk] = damage.actual
-    finally:
-        os.close(descriptor)
+    sums = old.copy()
+    for _, damages in CheckedDataset(path, dataset, old).check(np.arange(count)):
+        for damage in damages:
+            if damage.actual is None or damage.actual == damage.expected:
+                raise FileError(
+                    f"{printable(path)}: chunk {damage.chunk} of {name!r} {damage.problem}, so it is damaged"
+                )
+            sums[damage.chunk] = damage.actual
     return Accepted(name, sums, count if table is None else int((sums != old).sum()), offset)
 
 

@@ -36,7 +36,6 @@ from h5chunk.store.hdf5.child import Say, in_child, limited_memory
 from h5chunk.store.hdf5.chunk_table import count_unwritten, is_stored_as
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import DAMAGES, opened, same_file
-from h5chunk.store.hdf5.ranges import open_descriptor
 from h5chunk.store.read.fields import MATRIX_PARTS, find_matrix_groups
 from h5chunk.store.read.files import (
     NUMBERED,
@@ -381,18 +380,14 @@ class _FileCheck:
         """Read and check all datasets."""
         total = sum(int(checked.table.sizes[chunks].sum()) for checked, chunks in self._datasets)
         done, bad = 0, []
-        descriptor = open_descriptor(self._path)
-        try:
-            for checked, chunks in self._datasets:
+        for checked, chunks in self._datasets:
+            say(("verify", done, total))
+            damages: list[Damage] = []
+            for num_bytes, damaged in checked.check(chunks):
+                done += num_bytes
+                damages += damaged
                 say(("verify", done, total))
-                damages: list[Damage] = []
-                for num_bytes, damaged in checked.check(chunks, descriptor):
-                    done += num_bytes
-                    damages += damaged
-                    say(("verify", done, total))
-                bad += [self._with_rows(damage) for damage in sorted(damages, key=lambda item: item.chunk)]
-        finally:
-            os.close(descriptor)
+            bad += [self._with_rows(damage) for damage in sorted(damages, key=lambda item: item.chunk)]
         fields = []
         for checked, chunks in self._datasets:
             pattern = self._header is not None and checked.name == f"{MATRIX}/data"  # stores no values
