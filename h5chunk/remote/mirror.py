@@ -19,7 +19,7 @@ from h5chunk import errors
 from h5chunk.errors import FileError, OptionError, check_whole
 from h5chunk.paths import expanded
 from h5chunk.remote import client
-from h5chunk.remote.pages import OBJECT, PAGE, Pages, Runs
+from h5chunk.remote.pages import OBJECT, PAGE, Pages, Runs, pages_of
 from h5chunk.stamp import keep_stamp
 from h5chunk.urls import local_copies, without_query
 
@@ -78,10 +78,7 @@ class Hold:
         self.cancel: Callable[[], object] | None = None  # cancels the fetch
 
     def close(self, *, frees: bool = True) -> None:
-        """Release the pages. They may be freed once they are fetched, and without a cache they are freed then.
-
-        With ``frees=False``, the caller frees them.
-        """
+        """Release the pages. Once they are fetched they are freed, unless there is a cache, or not ``frees``."""
         with self._lock:
             self._uses -= 1
             is_over = not self._uses
@@ -119,11 +116,6 @@ class Mirror:
         keep_stamp(self.path, int(self._folder[-15:], 16))  # a digest of the URL and version
 
     @property
-    def storage_options(self) -> Mapping[str, Any]:
-        """Options of the store, which are passed to obstore."""
-        return self.options.storage_options
-
-    @property
     def pages(self) -> Pages:
         """The copy, which each process opens for itself."""
         if self._opened is None or self._opened[0] != os.getpid():
@@ -143,8 +135,7 @@ class Mirror:
         try:
             connection = self._connection()
         except BaseException:
-            hold.close()
-            hold.close()
+            hold.drop()
             raise
 
         def end(reply: dict[str, Any]) -> None:
@@ -241,12 +232,12 @@ class Mirror:
     def free_unused(self) -> None:
         """Without a cache, free all pages that are not metadata to keep, and not in use."""
         if not self.keeps:
-            self.pages.free([(0, self.pages.num_pages)])
+            self.free([(0, pages_of(self.pages.num_bytes))])
 
     @cached_property
     def _holds(self) -> np.ndarray:
         """The number of holds on each page as metadata: (n,) uint32."""
-        return np.zeros(self.pages.num_pages, np.uint32)
+        return np.zeros(pages_of(self.pages.num_bytes), np.uint32)
 
     @property
     def descriptor(self) -> Descriptor:

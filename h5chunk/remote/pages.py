@@ -129,11 +129,6 @@ class Pages:
         found: np.ndarray = np.frombuffer(self._table, np.uint8)[pages] == 2
         return found
 
-    @property
-    def num_pages(self) -> int:
-        """The number of pages, present or not."""
-        return len(self._table)
-
     def hold(self, runs: Runs) -> None:
         """Protect pages from being freed until `release`, whether or not they are present."""
         with self._holding:
@@ -216,12 +211,6 @@ class Pages:
             return os.path.samestat(os.fstat(self._table_file), (self.folder / TABLE).stat())
         except FileNotFoundError:
             return False
-
-    def close(self) -> None:
-        self._table.close()
-        os.close(self._table_file)
-        os.close(self._sums_file)
-        os.close(self.descriptor)
 
 
 def write_at(descriptor: int, data: Any, offset: int) -> None:

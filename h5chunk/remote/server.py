@@ -224,8 +224,8 @@ class Server:
             return
         calls: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "open": self._open,
-            "list": self._list,
-            "exists": self._exists,
+            "list": lambda message: {"names": self._store(message).list(message["url"])},
+            "exists": lambda message: {"found": self._store(message).exists(message["url"])},
             "put": self._put,
             "download": self._download,
             "remove": self._remove,
@@ -255,12 +255,6 @@ class Server:
             if key not in self._stores:
                 self._stores[key] = Store(folder, message["options"])
             return self._stores[key]
-
-    def _list(self, message: dict[str, Any]) -> dict[str, Any]:
-        return {"names": self._store(message).list(message["url"])}
-
-    def _exists(self, message: dict[str, Any]) -> dict[str, Any]:
-        return {"found": self._store(message).exists(message["url"])}
 
     def _put(self, message: dict[str, Any]) -> dict[str, Any]:
         self._store({**message, "options": {"retry_config": {"max_retries": 10}}}).put(message["url"], message["file"])

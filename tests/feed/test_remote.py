@@ -695,7 +695,6 @@ def test_a_table_of_pages_that_cannot_be_written_is_an_error(photos, tmp_path):
         with largest_file(absent), pytest.raises(OSError, match="File too large"):
             pages.put(absent, absent + 1, b"")
         assert not pages.present()[absent]
-        pages.close()
 
 
 def test_pages_that_are_kept_stay_kept_when_they_are_fetched_again(photos, tmp_path):
@@ -710,7 +709,6 @@ def test_pages_that_are_kept_stay_kept_when_they_are_fetched_again(photos, tmp_p
     assert pages.present()[kept] == 2 and pages.present()[absent] == 1
     pages.free([(kept, absent + 1)])
     assert pages.present()[kept] == 2 and pages.present()[absent] == 0
-    pages.close()
 
 
 def test_a_node_fetches_only_its_own_chunks(photos, tmp_path, monkeypatch):

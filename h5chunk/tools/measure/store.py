@@ -39,7 +39,7 @@ class StoreRequests:
         self.bytes_per_sample = self.num_bytes / max(1, reader.num_samples)
         sizes = np.sort([each.size for each in chunks])
         self.chunk_bytes = int(sizes[np.searchsorted(np.cumsum(sizes), self.num_bytes / 2)])  # weighted median
-        self._options = next(iter(self._mirrors.values())).storage_options
+        self._options = next(iter(self._mirrors.values())).options.storage_options
         self.num_requests = int(self._options.get("requests", NUM_REQUESTS))
         self._random = np.random.default_rng(0)
         self._ranges = []
