@@ -161,7 +161,7 @@ class Server:
     """The server, which answers the requests of all connections."""
 
     def __init__(self) -> None:
-        self._calls = ThreadPoolExecutor(32)
+        self._calls, self._frees = ThreadPoolExecutor(32), ThreadPoolExecutor(1)
         self._copies: dict[str, Copy] = {}
         self._stores: dict[str, Store] = {}
         self._lock = threading.Lock()
@@ -186,6 +186,7 @@ class Server:
 
         threading.Thread(target=accept, daemon=True).start()
         over.wait()
+        self._frees.shutdown()
 
     def _serve(self, connection: socket.socket) -> None:
         lock, ends = threading.Lock(), dict[int, threading.Event]()
@@ -210,7 +211,7 @@ class Server:
             ends.get(message["fetch"], threading.Event()).set()
             return
         if message["op"] == "free":
-            self._calls.submit(self._copies[message["folder"]].pages.free, message["runs"])
+            self._frees.submit(self._copies[message["folder"]].pages.free, message["runs"])
             return
         if message["op"] == "fetch":
             ends[number] = threading.Event()
