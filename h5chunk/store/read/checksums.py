@@ -100,7 +100,7 @@ class ChunkChecks:
         whole = (counts == self._chunk_rows) & np.logical_and.reduceat(follows, firsts)
         return np.repeat(whole & ~self.sums.verified[chunks[firsts]], counts)
 
-    def whole_tasks(self, rows: np.ndarray, vectors: np.ndarray, out: object) -> Iterator[WholeChunks]:
+    def whole_tasks(self, rows: np.ndarray, vectors: np.ndarray, out: object) -> Iterator[CheckTask]:
         """Yield tasks that read and verify complete chunks. ``rows`` has all rows of these chunks.
 
         ``vectors``, (n, 2) uintp, has the buffer of each row, as for `VectorTask`.
@@ -110,7 +110,7 @@ class ChunkChecks:
         firsts, offsets, sizes = np.arange(len(chunks)) * count, self.table.offsets[chunks], self.table.sizes[chunks]
         for part in self._divided(np.arange(len(chunks))):
             jobs = read_jobs(vectors, firsts[part], np.full(len(part), count), offsets[part], sizes[part])
-            yield WholeChunks(self, chunks[part], VectorTask(jobs, vectors, out, self._where_at, self.file))
+            yield CheckTask(self, chunks[part], VectorTask(jobs, vectors, out, self._where_at, self.file))
 
     def _divided(self, chunks: np.ndarray) -> Iterator[np.ndarray]:
         """Divide an array that has one element per chunk into arrays for tasks of about `PART_BYTES`."""
@@ -170,30 +170,44 @@ class ChunkChecks:
 
 
 class CheckTask:
-    """A task that only verifies chunks. It has the interface of `VectorTask`."""
+    """A task that verifies chunks. It has the interface of `VectorTask`.
 
-    def __init__(self, checks: ChunkChecks, chunks: np.ndarray) -> None:
-        self._checks, self._chunks, self.file = checks, chunks, checks.file
+    With ``read``, a task that reads these chunks, native threads verify them while they are in the CPU's cache.
+    """
+
+    def __init__(self, checks: ChunkChecks, chunks: np.ndarray, read: VectorTask | None = None) -> None:
+        self._checks, self._chunks, self._read, self.file = checks, chunks, read, checks.file
 
     @property
     def ranges(self) -> Iterator[tuple[int, Ranges]]:
         """The byte ranges that the task reads, by number of the file."""
-        yield self.file, self._ranges
-
-    @property
-    def _ranges(self) -> Ranges:
-        return self._checks.table.offsets[self._chunks], self._checks.table.sizes[self._chunks]
+        yield self.file, (self._checks.table.offsets[self._chunks], self._checks.table.sizes[self._chunks])
 
     def __call__(self, files: Any) -> None:
-        with files.opened(self.file) as descriptor:
-            self._checks.check(descriptor, self._chunks)
+        if self._read is not None and available():
+            (_, ranges), *_ = self.ranges
+            with held(files.descriptor(self.file), *ranges):
+                result = run(self.jobs(files))
+            if result.status != DONE:
+                raise self.error_of(result)
+            self.end()
+        else:
+            if self._read is not None:
+                self._read(files)
+            with files.opened(self.file) as descriptor:
+                self._checks.check(descriptor, self._chunks)
         files.check(self.file)
 
     def jobs(self, files: Any) -> np.ndarray:
-        table, jobs = self._checks.table, np.zeros(len(self._chunks), JOB)
-        jobs["kind"], jobs["descriptor"] = VERIFY, files.descriptor(self.file)
+        if self._read is not None:
+            jobs = self._read.jobs(files)
+            jobs["is_checked"] = 1
+        else:
+            jobs = np.zeros(len(self._chunks), JOB)
+            jobs["kind"], jobs["descriptor"] = VERIFY, files.descriptor(self.file)
+            jobs["offset"] = self._checks.table.offsets[self._chunks]
+            jobs["num_bytes"] = self._checks.table.sizes[self._chunks]
         jobs["expected"] = self._checks.sums.expected[self._chunks]
-        jobs["offset"], jobs["num_bytes"] = table.offsets[self._chunks], table.sizes[self._chunks]
         return jobs
 
     def end(self) -> None:
@@ -204,31 +218,6 @@ class CheckTask:
         if result.status != CHECKSUM:
             return read_error(self._checks.where(chunk), result)
         return self._checks.mismatch(chunk, result.error & 0xFFFFFFFF)
-
-
-class WholeChunks(CheckTask):
-    """A task that reads complete chunks with the task ``read``, and verifies them while they are in the CPU's cache."""
-
-    def __init__(self, checks: ChunkChecks, chunks: np.ndarray, read: VectorTask) -> None:
-        super().__init__(checks, chunks)
-        self._read = read
-
-    def __call__(self, files: Any) -> None:
-        if not available():
-            self._read(files)
-            super().__call__(files)
-        else:
-            with held(files.descriptor(self.file), *self._ranges):
-                result = run(self.jobs(files))
-            if result.status != DONE:
-                raise self.error_of(result)
-            self.end()
-            files.check(self.file)
-
-    def jobs(self, files: Any) -> np.ndarray:
-        jobs = self._read.jobs(files)
-        jobs["is_checked"], jobs["expected"] = 1, self._checks.sums.expected[self._chunks]
-        return jobs
 
 
 def read_sums(
