@@ -57,9 +57,6 @@ def remote_options(
     return RemoteOptions(folder, cache_bytes, dict(storage_options or {}))
 
 
-_listed: dict[str, list[str]] = {}  # URLs of the opened objects, by the URL or pattern that the caller gave
-
-
 class Descriptor(int):
     """The file descriptor of a sparse copy. Pages must be held by a `Hold` while they are read."""
 
@@ -301,13 +298,7 @@ def open_urls(name: str, urls: Sequence[str], options: RemoteOptions) -> list[Pa
         mirrors = list(pool.map(open_url, urls, repeat(options)))
     if len(urls) > 1 or urls[0] != name:
         errors.shown_as[str(Path(name))] = name
-    _listed[name] = list(urls)
     return [mirror.path for mirror in mirrors]
-
-
-def urls_of(name: str) -> list[str]:
-    """Return the URLs of the objects that `open_urls` opened under this name."""
-    return _listed.get(name, [])
 
 
 def _call(

@@ -18,7 +18,7 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, OptionError, names_text, printable, shown
 from h5chunk.paths import check_path, expanded
-from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions, list_url, open_urls, urls_of
+from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions, list_url, open_urls
 from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.hdf5.lookalike import describe_lookalike
 from h5chunk.store.hdf5.patterns import natural
@@ -60,7 +60,6 @@ def open_reader(
     differ between files. Raises OptionError if a file is repeated, or lacks the checksums that are to be verified.
     """
     files = list_data_files(path, remote)
-    check_shards(path)
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     name = Path(path) if isinstance(path, (str, os.PathLike)) else Path(f"{shown(files[0])}{more}")
     return _open(files, fields, name, trusted, checksums, decode)
@@ -189,10 +188,11 @@ def _read_metadata(path: Path, fields: Stored | None, options: Mapping[str, Any]
     return reader
 
 
-def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
+def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS, *, complete: bool = False) -> list[Path]:
     """List the files that a path, pattern or list names, as `open_reader` describes.
 
-    For remote objects, returns the paths of their local copies.
+    For remote objects, returns the paths of their local copies. Raises FileError if there is no file or, with
+    ``complete``, if a folder lacks a shard.
     """
     check_path(path)
     path = expanded(path)
@@ -207,15 +207,21 @@ def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
         paths = list(path)
         if not paths:
             raise OptionError("path is an empty list: name at least one file")
-        return [file for item in paths for file in list_files(item, remote)]
+        return [file for item in paths for file in list_files(item, remote, complete=complete)]
     if not str(path) or "\0" in str(path):
         raise OptionError(f"path is {str(path)!r}: pass a path, a pattern, or a list of them")
     if is_cut_url(path):
         raise OptionError(f"path is {str(path)!r}: pass a URL as text, because Path removes one of its slashes")
     if isinstance(path, str) and is_url(path):
-        return open_urls(path, _urls(path, remote), remote)
+        urls = _urls(path, remote)
+        if complete and urls != [path] and not re.search(PATTERN, path):
+            _check_shards(path, [parse(url)[1] for url in urls])
+        return open_urls(path, urls, remote)
     try:
-        return _list_files(Path(path))
+        files = _list_files(Path(path))
+        if complete and Path(path).is_dir():
+            _check_shards(path, [file.name for file in files])
+        return files
     except FileError:
         raise
     except OSError as error:
@@ -223,8 +229,8 @@ def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
 
 
 def list_data_files(path: Paths, remote: RemoteOptions = NO_OPTIONS) -> list[Path]:
-    """List files as `list_files` does, for a data set that must find them after the current folder was changed."""
-    return [Path(os.path.abspath(file)) for file in list_files(path, remote)]
+    """List complete files as `list_files` does, such that they are found after the current folder was changed."""
+    return [Path(os.path.abspath(file)) for file in list_files(path, remote, complete=True)]
 
 
 def single_file(path: Paths) -> Path | None:
@@ -236,31 +242,19 @@ def single_file(path: Paths) -> Path | None:
     if not isinstance(path, (str, os.PathLike)):
         return None
     if is_url(path):
-        files = list_files(path)
-        return files[0] if urls_of(str(path)) == [path] else None
+        return list_files(path)[0] if _urls(str(path), NO_OPTIONS) == [path] else None
     return Path(path) if Path(path).is_file() or list_files(path) == [Path(path)] else None
 
 
-def check_shards(path: Paths) -> None:
-    """Raise FileError if a folder lacks shards of a set, or has several sets with the same name."""
-    path = expanded(path)
-    if not isinstance(path, (str, os.PathLike)):
-        for item in path:
-            check_shards(item)
-        return
-    if is_url(path):
-        names = [parse(url)[1] for url in urls_of(str(path)) if url != path and not re.search(PATTERN, str(path))]
-    elif Path(path).is_dir():
-        names = [file.name for file in list_files(path)]
-    else:
-        return
+def _check_shards(folder: OnePath, names: Sequence[str]) -> None:
+    """Raise FileError if a folder with these files lacks shards of a set, or has several sets with the same name."""
     remedy = "restore all shards, or name the files to read with a pattern or a list"
     missing = list(missing_shards(names))
     if missing:
         more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
-        raise FileError(f"{printable(path)}: shard {printable(missing[0])}{more} missing: {remedy}")
+        raise FileError(f"{printable(folder)}: shard {printable(missing[0])}{more} missing: {remedy}")
     if wrong := next(wrong_counts(names), None):
-        raise FileError(f"{printable(path)}: {wrong}")
+        raise FileError(f"{printable(folder)}: {wrong}")
 
 
 def _list_files(path: Path) -> list[Path]:

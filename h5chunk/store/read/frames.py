@@ -24,7 +24,7 @@ from h5chunk.store.read.episodes import (
     open_episodes,
 )
 from h5chunk.store.read.field_readers import read_rows
-from h5chunk.store.read.files import Paths, check_shards, in_one_file, list_data_files, open_joined, open_reader
+from h5chunk.store.read.files import Paths, in_one_file, list_data_files, open_joined, open_reader
 from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.source import Source
 from h5chunk.store.read.windows import Episodes
@@ -78,7 +78,6 @@ def open_frames(
     how = {"trusted": trusted, "checksums": checksums, "decode": decode}
     wanted = EpisodeFields(rows, alone, attributes, decoder, how)
     files = list_data_files(path, remote)
-    check_shards(path)
     with in_one_file(files, fields):
         tried = {} if trusted else try_files(files, open_episodes, wanted, purpose=repr(wanted))
         of_files = [tried.get(file) or open_episodes(file, wanted) for file in files]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import h5chunk
 from h5chunk.errors import FileError, OptionError, OutputError, printable
 from h5chunk.stamp import stamp_of
-from h5chunk.store.read.files import Paths, check_shards, list_files
+from h5chunk.store.read.files import Paths, list_files
 from h5chunk.store.write.journal import has_command_id, is_made_by, key_of
 from h5chunk.store.write.output import NewFolder, check_folder
 from h5chunk.store.write.part_file import check_free_space, check_not_source, parse_output
@@ -59,8 +59,7 @@ def repack_folder(
 ) -> RepackFolderReport:
     """Repack all files of a folder, pattern or list. The new files have the same names. See `repack`."""
     started, output = time.perf_counter(), parse_output(path, folder=True)
-    check_shards(source)
-    files = [Path(file).absolute() for file in list_files(source)]
+    files = [Path(file).absolute() for file in list_files(source, complete=True)]
     _check(files, output, options)
     if not has_command_id(output):
         check_folder(output, overwrite)
