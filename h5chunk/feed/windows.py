@@ -19,9 +19,9 @@ from h5chunk.sources.frame_decoder import FRAME_DECODER, import_decoders
 from h5chunk.store.hdf5.packing import check_decode
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.encoded import EncodedField
+from h5chunk.store.read.episodes import ENDS, Table, open_frames
 from h5chunk.store.read.fields import Field, Fields, named_paths
 from h5chunk.store.read.files import Paths
-from h5chunk.store.read.frames import ENDS, Table, open_frames
 from h5chunk.store.read.source import Groups
 from h5chunk.store.read.windows import Episodes, WindowReader
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, OptionError, names_text, printable, shown
+from h5chunk.errors import FieldError, FileError, OptionError, names_text, printable
 from h5chunk.paths import check_path, expanded
 from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions, list_url, open_urls
 from h5chunk.store.hdf5.child import try_files
@@ -25,7 +25,7 @@ from h5chunk.store.hdf5.patterns import natural
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.field_readers import read_rows
 from h5chunk.store.read.fields import SAMPLE_NUMBER, Stored
-from h5chunk.store.read.fileset import FileSet
+from h5chunk.store.read.fileset import joined_files, set_name
 from h5chunk.store.read.joined import DROP, Joined, check_positions, rows_by_key
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
@@ -60,8 +60,7 @@ def open_reader(
     differ between files. Raises OptionError if a file is repeated, or lacks the checksums that are to be verified.
     """
     files = list_data_files(path, remote)
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    name = Path(path) if isinstance(path, (str, os.PathLike)) else Path(f"{shown(files[0])}{more}")
+    name = Path(path) if isinstance(path, (str, os.PathLike)) else set_name(files)
     return _open(files, fields, name, trusted, checksums, decode)
 
 
@@ -167,7 +166,7 @@ def _open(files: list[Path], fields: Stored | None, name: Path, trusted: bool, c
     readers = [tried.get(file) or H5Reader(file, fields, **options) for file in files]
     if reason := readers[0].why_no_labels:
         warnings.warn(f"{reason}; batches have no labels", stacklevel=4)
-    return readers[0] if len(readers) == 1 else FileSet(readers, name)
+    return joined_files(readers, name)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, OptionError, names_text, printable
+from h5chunk.errors import FieldError, FileError, OptionError, names_text, printable, shown
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import choose_window_chunks, good_chunk_samples
 from h5chunk.store.format.header import Header
@@ -146,6 +146,18 @@ class FileSet(Source):
     def _read_image_sizes(self, name: str) -> ImageSizes:
         sizes = [reader.image_sizes_of(name) for reader in self.readers]
         return ImageSizes(*map(np.concatenate, zip(*sizes, strict=True)))
+
+
+def set_name(files: Sequence[Path]) -> Path:
+    """Return the name of a set of files, for messages."""
+    return files[0] if len(files) == 1 else Path(f"{shown(files[0])} and {len(files) - 1} more")
+
+
+def joined_files(readers: Sequence[Source], name: Path | None = None) -> Source:
+    """Return the only source, or a `FileSet` of several sources, one of each file."""
+    if len(readers) == 1:
+        return readers[0]
+    return FileSet(readers, set_name([reader.path for reader in readers]) if name is None else name)
 
 
 def are_images(readers: Sequence[Source], *, surely: bool = False) -> bool:

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FieldError, OptionError, count_text, printable, shown
+from h5chunk.errors import FieldError, OptionError, count_text, printable
 from h5chunk.store.read.fields import SAMPLE_NUMBER, Field
+from h5chunk.store.read.fileset import set_name
 from h5chunk.store.read.ragged import ImageSizes, RaggedField
 from h5chunk.store.read.samples import FieldReader, MappedRows
 from h5chunk.store.read.source import Source, SourceFile
@@ -45,9 +46,8 @@ class Joined(Source):
                 chunk_starts = np.arange(0, leading.num_samples + chunk_samples, chunk_samples)
             chunk_starts = np.unique(np.append(np.searchsorted(of_main, chunk_starts), num_samples))
             chunk_samples = max(1, round(num_samples / max(1, len(chunk_starts) - 1)))
-        files = [path for part in parts for path in part.paths]
         super().__init__(
-            Path(f"{shown(files[0])} and {len(files) - 1} more"),
+            set_name([path for part in parts for path in part.paths]),
             {name: self._describe(name, num_samples) for name in self._part_of},
             num_samples,
             trusted=leading.trusted,

@@ -13,7 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FieldError, FileError, printable, shown, shown_as
+from h5chunk.errors import FieldError, FileError, printable, shown_as
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.stamp import stamp_of
@@ -26,7 +26,7 @@ from h5chunk.store.hdf5.types import Element, element_of, read_elements
 from h5chunk.store.read.arrays import Arrays, Blocks, Codec, FillCodec, Origin
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import Field
-from h5chunk.store.read.fileset import FileSet
+from h5chunk.store.read.fileset import joined_files
 from h5chunk.store.read.ragged import SeriesField
 from h5chunk.store.read.samples import Elements, Part, Rows
 from h5chunk.store.read.source import Computed, Source, SourceFile, check_stamp
@@ -238,7 +238,7 @@ def keyed_source(files: Sequence[Path], wanted: Wanted, index: KeyedIndex) -> So
         KeyedReader(file, [file], wanted.patterns, part, trusted=wanted.trusted, decode=wanted.decode)
         for file, part in zip(files, parts, strict=True)
     ]
-    return readers[0] if len(files) == 1 else FileSet(readers, Path(f"{shown(files[0])} and {len(files) - 1} more"))
+    return joined_files(readers)
 
 
 class SampleThroughHdf5(FillCodec):

@@ -24,7 +24,7 @@ from h5chunk.store.read.arrays import Arrays
 from h5chunk.store.read.engine import CACHE_BYTES, BlockCache, BoxReader
 from h5chunk.store.read.field_readers import Opening
 from h5chunk.store.read.fields import Contents, Field, exists
-from h5chunk.store.read.fileset import CATEGORIES_REMEDY
+from h5chunk.store.read.fileset import CATEGORIES_REMEDY, set_name
 from h5chunk.store.read.open_files import OpenFiles
 from h5chunk.store.read.raw import read_box
 from h5chunk.store.read.reader import H5Reader
@@ -154,7 +154,7 @@ class PatchReader(Source):
         first, *others = volumes.readers
         self.volumes, self.plan, self._has_positions = volumes, plan, has_positions
         super().__init__(
-            Path(f"{shown(first.path)} and {len(others)} more") if others else first.path,
+            set_name([reader.path for reader in volumes.readers]),
             {name: self._describe(each) for name, each in volumes.fields.items()},
             plan.num_samples,
             readers=volumes.readers if others else (),
