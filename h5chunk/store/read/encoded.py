@@ -64,7 +64,7 @@ class EncodedField(Field):
         part, num_rows = self.stored.part(file), self.grid.shape[0]
         sizes = np.full(num_rows, self.stored.grid.sample_bytes) if part.sizes is None else part.sizes
         where = f"{printable(file.path)}: {self.dataset!r}"
-        return part._replace(sizes=sizes, texts=(where,), text_starts=np.zeros(1, np.int64))
+        return part._replace(sizes=sizes, texts=(where,))
 
 
 @dataclass(frozen=True)

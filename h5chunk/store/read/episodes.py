@@ -111,26 +111,23 @@ class EpisodeFile(Source):
         """Return what the file stores of a field. Only the first contiguous episode is described by itself."""
         filled = np.flatnonzero(np.diff(self.borders))
         episodes = [self.episodes[number] for number in filled.tolist()]
-        parts: list[Part] = []
-        for episode in episodes:
-            own = self if not episode.sums else copy(self)
-            own.sums = episode.sums
-            parts.append(episode.fields[name].part(replace(file, source=own)))
-            rest = episodes[1:]
-            if len(parts) == 1 and rest and parts[0].kind is Rows and parts[0].arrays[0].is_raw:
+        parts: list[tuple[int, Part]] = []
+        for start, episode in zip(self.borders[filled].tolist(), episodes, strict=True):
+            own = self
+            if episode.sums:
+                own = copy(self)
+                own.sums = episode.sums
+            part, rest = episode.fields[name].part(replace(file, source=own)), episodes[1:]
+            parts.append((start, part))
+            if len(parts) == 1 and rest and part.kind is Rows and part.arrays[0].is_raw:
                 offsets = np.array([each.offsets.get(name, -1) for each in rest])
                 if (offsets >= 0).all():
-                    lengths = np.diff(self.borders)[filled[1:]]
                     datasets = [each.fields[name].dataset for each in rest]
-                    arrays = _contiguous(self.path, file.number, datasets, offsets, lengths, parts[0].arrays[0])
-                    parts.append(Part(Rows, (arrays,)))
+                    lengths = np.diff(self.borders)[filled[1:]]
+                    arrays = _contiguous(self.path, file.number, datasets, offsets, lengths, part.arrays[0])
+                    parts.append((0, Part(Rows, (arrays,), starts=self.borders[filled[1:]])))
                     break
-        starts = self.borders[filled]
-        joined = parts[0]._replace(arrays=(Arrays.joined([part.arrays[0] for part in parts]),), starts=starts)
-        if parts[0].sizes is not None:
-            sizes = np.concatenate([part.sizes for part in parts if part.sizes is not None])
-            joined = joined._replace(sizes=sizes, texts=tuple(text for part in parts for text in part.texts))
-        return joined._replace(text_starts=starts)
+        return Part.joined(parts)
 
 
 def _contiguous(

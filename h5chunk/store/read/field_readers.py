@@ -129,28 +129,21 @@ def field_readers(
 
 
 def _joined(source: Source, name: str, parts: Sequence[tuple[int, Part]], cache: BlockCache) -> FieldReader:
-    field: Any = source.fields[name]
-    filled = [part for _, part in parts if part.arrays]  # a matrix without entries has no arrays
-    first = filled[0] if filled else parts[0][1]
-    arrays = [Arrays.joined([part.arrays[number] for part in filled]) for number in range(len(first.arrays))]
+    field, part = source.fields[name], Part.joined(parts)
     reader: FieldReader
-    if first.kind is Rows:
-        starts = [start + (np.zeros(1, np.int64) if part.starts is None else part.starts) for start, part in parts]
-        reader = Rows(name, arrays[0], np.concatenate(starts), field.grid.shape[0], cache, first.axis)
-    elif first.kind is Elements:
-        reader = Elements(name, arrays[0], first.sizes is not None, first.step_items, cache)
-    elif first.kind is Texts:
-        reader = Texts(name, arrays[0], first.step_items, field.dtype.itemsize, cache)
+    if part.kind is Rows:
+        reader = Rows(name, part.arrays[0], part.starts, field.grid.shape[0], cache, part.axis)
+    elif part.kind is Elements:
+        reader = Elements(name, part.arrays[0], part.sizes is not None, part.step_items, cache)
+    elif part.kind is Texts:
+        reader = Texts(name, part.arrays[0], part.step_items, field.dtype.itemsize, cache)
     else:
         indptr = source.indptr_of(name)
-        steps = indptr if first.step_items == 1 else indptr // first.step_items
-        firsts = steps[[start for start, part in parts if part.arrays] or [0]]
-        reader = Runs(name, arrays, steps, firsts, first.step_items, cache)
-    if not first.texts:
+        steps = indptr if part.step_items == 1 else indptr // part.step_items
+        reader = Runs(name, part.arrays, steps, steps[part.starts], part.step_items, cache)
+    if not part.texts or part.sizes is None:
         return reader
-    sizes = np.concatenate([part.sizes for _, part in parts if part.sizes is not None])
-    borders = np.concatenate([start + part.text_starts for start, part in parts if part.text_starts is not None])
-    return EncodedRows(reader, sizes, field, [text for _, part in parts for text in part.texts], borders)
+    return EncodedRows(reader, part.sizes, field, part.texts, part.starts)
 
 
 def read_rows(source: Source, name: str, rows: np.ndarray) -> np.ndarray:

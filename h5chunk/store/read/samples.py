@@ -176,19 +176,30 @@ class StoredFile(Protocol):
 class Part(NamedTuple):
     """What one file, or several parts of it, store of a field: the arrays of samples of one kind.
 
-    ``starts`` is the first sample of each array, for `Rows`, and ``axis`` the axis of samples. ``sizes`` has the
-    lengths of elements in bytes. For encoded images, ``texts`` names the datasets that they are in, whose first samples
-    are ``text_starts``.
+    ``starts`` is the first sample of each dataset, and ``axis`` the axis of samples. ``sizes`` has the lengths of
+    elements in bytes, and ``texts`` names the datasets of encoded images.
     """
 
     kind: type[FieldReader]
     arrays: tuple[Arrays, ...]
-    starts: np.ndarray | None = None
+    starts: np.ndarray = np.zeros(1, np.int64)
     step_items: int = 1
     sizes: np.ndarray | None = None
     texts: tuple[str, ...] = ()
-    text_starts: np.ndarray | None = None
     axis: int = 0
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[int, Part]]) -> Part:
+        """Join parts, each of which begins at a sample."""
+        filled = [each for each in parts if each[1].arrays] or parts[:1]  # a matrix without entries has no arrays
+        own = [part for _, part in filled]
+        sizes = [part.sizes for part in own if part.sizes is not None]
+        return own[0]._replace(
+            arrays=tuple(Arrays.joined(arrays) for arrays in zip(*(part.arrays for part in own), strict=True)),
+            starts=np.concatenate([start + part.starts for start, part in filled]),
+            sizes=np.concatenate(sizes) if sizes else None,
+            texts=tuple(text for part in own for text in part.texts),
+        )
 
 
 class Rows(FieldReader):
