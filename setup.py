@@ -4,17 +4,11 @@ from setuptools import Extension, setup
 
 core = Extension(
     "h5chunk.native._core",
-    [f"h5chunk/native/{name}.c" for name in ("core", "rows", "augment", "draws", "jpeg", "cuda")],
+    [f"h5chunk/native/{name}.c" for name in ("core", "filters", "rows", "augment", "draws", "jpeg", "cuda")],
     libraries=["m"],
-    depends=["h5chunk/native/augment.h"],
+    depends=[f"h5chunk/native/{name}.h" for name in ("augment", "filters")],
     extra_compile_args=["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"],
     extra_link_args=["-pthread", "-ldl"],
     optional=True,
 )
-filters = Extension(
-    "h5chunk.native._filters",
-    ["h5chunk/native/filters.c"],
-    extra_compile_args=["-O3", "-fvisibility=hidden"],
-    optional=True,
-)
-setup(ext_modules=[core, filters])
+setup(ext_modules=[core])

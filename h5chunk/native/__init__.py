@@ -1,4 +1,4 @@
-"""Call the C library, which reads byte ranges, gathers rows and makes rows dense without the GIL.
+"""Call the C library, which reads and decodes parts of files, gathers rows and makes rows dense without the GIL.
 
 `pip install` builds the library if there is a C compiler. If it is missing, or with ``H5CHUNK_NATIVE=0``, `available`
 is False, and callers use Python threads and NumPy.
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 14  # version of the functions and structures in C
+VERSION = 15  # version of the functions and structures in C
 PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(
     [
@@ -35,9 +35,16 @@ JOB = np.dtype(
         ("is_checked", np.uint32),
     ]
 )
-READ, VERIFY, GATHER, ROWS = range(4)  # kinds of jobs; core.c describes their fields
+BLOCK = np.dtype(  # a stored block that a job decodes; core.c describes its fields
+    [
+        *((name, np.int64) for name in ("offset", "stored_bytes", "num_bytes", "mask", "pipeline", "first", "end")),
+        *((name, np.uintp) for name in ("shape", "target", "state")),
+    ]
+)
+EMPTY, FILLING, FULL = range(3)  # states of the memory for a block that several jobs share
+READ, VERIFY, GATHER, ROWS, BLOCKS = range(5)  # kinds of jobs; core.c describes their fields
 # statuses of a ticket; a ticket is the id under which jobs were submitted
-DONE, SYSTEM, CUT_SHORT, CHECKSUM, CANCELLED, CHANGED, NOT_SENT = range(7)
+DONE, SYSTEM, CUT_SHORT, CHECKSUM, CANCELLED, CHANGED, NOT_SENT, DAMAGED = range(8)
 _abandoned: list[Any] = []  # jobs and memory that hanging threads may still use
 
 
@@ -82,6 +89,25 @@ class Buffer(ctypes.Structure):
 
     last: int
     _fields_ = (("is_free", ctypes.c_void_p), ("last", ctypes.c_void_p), ("is_taken", ctypes.c_int64))
+
+
+class Blocks(ctypes.Structure):
+    """Blocks that jobs decode, (n,) BLOCK, with their ``pipelines``, (m,) `h5chunk.native.filters.PIPELINE`.
+
+    Their ``parts`` are copied to elements of ``out``, (k, *shape) of items, as `BoxCopies` describes.
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("blocks", "pipelines", "parts")),
+        *((name, ctypes.c_int64) for name in ("axes", "item_bytes")),
+        *((name, ctypes.c_void_p) for name in ("out", "out_shape")),
+    )
+
+    def __init__(self, blocks: np.ndarray, pipelines: np.ndarray, parts: np.ndarray, out: np.ndarray) -> None:
+        shape = np.array(out.shape[1:], np.int64)
+        self.kept = blocks, pipelines, parts, out, shape  # kept alive, because the C library uses their memory
+        tables = map(address_of, (blocks, pipelines, parts))
+        super().__init__(*tables, len(shape), out.itemsize, address_of(out), address_of(shape))
 
 
 class _Matrix(ctypes.Structure):
@@ -132,6 +158,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("close", ctypes.c_int, (pool, ctypes.c_double)),
         ("free", None, (pool,)),
         ("crc32", ctypes.c_uint32, (address, number, ctypes.c_uint32)),
+        ("set_libraries", None, (address,)),
+        ("unshuffle", None, (address, address, number, number)),
+        ("fletcher32", ctypes.c_uint32, (address, number)),
+        ("unlzf", number, (address, number, address, number)),
         ("dense", ctypes.c_int, (ctypes.POINTER(_Matrix), address, number, address)),
         ("augment", ctypes.c_int, (address, address, number, address, number, number, address)),
         ("copy_boxes", None, (address, address, number, number, address, number, address, address)),

@@ -1,4 +1,4 @@
-/* A pool of threads that read rows and byte ranges of files into scattered memory, and gather rows of memory.
+/* A pool of threads that read rows, byte ranges and coded blocks of files into scattered memory, and gather rows of memory.
  *
  * It does not depend on HDF5, orders or Python: the caller submits tables of jobs and waits for tickets. The tables, and
  * all memory that they refer to, belong to the caller and must stay valid until the ticket is done.
@@ -17,11 +17,15 @@
 #include <time.h>
 #include <unistd.h>
 
-#define EXPORT __attribute__((visibility("default")))
-#define VERSION 14
+#include "filters.h"
 
-enum { READ = 0, VERIFY = 1, GATHER = 2, ROWS = 3 }; /* kinds of jobs */
-enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4, CHANGED = 5, NOT_SENT = 6 }; /* of tickets */
+#define EXPORT __attribute__((visibility("default")))
+#define VERSION 15
+
+enum { READ = 0, VERIFY = 1, GATHER = 2, ROWS = 3, BLOCKS = 4 }; /* kinds of jobs */
+/* statuses of tickets */
+enum { DONE = 0, SYSTEM = 1, CUT_SHORT = 2, CHECKSUM = 3, CANCELLED = 4, CHANGED = 5, NOT_SENT = 6, DAMAGED = 7 };
+enum { EMPTY = 0, FILLING = 1, FULL = 2 }; /* states of memory that several jobs share */
 
 enum { MAX_VECTORS = 1024 };        /* IOV_MAX of Linux and macOS */
 enum { PIECE_BYTES = 128 << 10 };   /* bytes that are read and then checksummed while they are in the cache */
@@ -29,7 +33,7 @@ enum { PREFETCHED_ROWS = 2, PREFETCHED_BYTES = 2048 };
 enum { RUN_BYTES = 2 << 20 };       /* approximate bytes per system call that reads rows */
 enum { ASKED_BYTES = 16 << 20 };    /* bytes that are prefetched from disk before a thread reads them */
 enum { ASKED_TICKETS = 4 };
-enum { POLL_NS = 20000 };           /* time between two questions whether a buffer is free */
+enum { POLL_NS = 20000 };           /* time between two questions whether a buffer is free, or a block is decoded */
 
 /* A job; the meaning of its fields depends on its kind.
  *
@@ -37,7 +41,8 @@ enum { POLL_NS = 20000 };           /* time between two questions whether a buff
  *         With `is_checked`, the CRC-32 of these bytes must be `expected`.
  * VERIFY  the CRC-32 of `num_bytes` from `offset` of `descriptor` must be `expected`.
  * GATHER  row i of `destination` becomes row `indices[i]` of `source`, `count` rows of `num_bytes / count` bytes.
- * ROWS    `count` entries of the `Rows` at `source` are read, from entry `offset` on: about `num_bytes`. */
+ * ROWS    `count` entries of the `Rows` at `source` are read, from entry `offset` on: about `num_bytes`.
+ * BLOCKS  `count` blocks of the `Blocks` at `source` are read, decoded and copied, from block `offset` on. */
 typedef struct {
     int32_t kind, descriptor;
     int64_t offset, count, num_bytes;
@@ -55,6 +60,34 @@ typedef struct {
     const int64_t *rows, *counts, *destinations;
     uint8_t *out;
 } Rows;
+
+/* A stored block of an array. It is decoded to `target`; or, if that is NULL, to memory of the thread. If `state` is not
+ * NULL, other jobs may need the target as well, and the first one fills it. Parts `first` to `end` are then copied. */
+typedef struct {
+    int64_t offset, stored_bytes, num_bytes, mask, pipeline, first, end; /* bit i of the mask: filter i was skipped */
+    const int64_t *shape;                                                /* in items */
+    uint8_t *target;
+    int32_t *state;
+} Block;
+
+/* Blocks, and the parts of them that are copied to elements of `out`, as `h5chunk_copy_boxes` describes. */
+typedef struct {
+    const Block *blocks;
+    const Pipeline *pipelines;
+    const int64_t *parts;
+    int64_t axes, item_bytes;
+    uint8_t *out;
+    const int64_t *out_shape;
+} Blocks;
+
+/* The memory of a thread: `PIECE_BYTES`, and what it needs to decode blocks. */
+typedef struct {
+    uint8_t *piece;
+    Coder coder;
+} Scratch;
+
+void h5chunk_copy_boxes(const uint8_t *from, const int64_t *from_shape, int64_t axes, int64_t item_bytes,
+                        const int64_t *boxes, int64_t count, uint8_t *to, const int64_t *to_shape);
 
 /* Work of the thread that ends the last job of a ticket, if no job has failed. If `path` is not NULL, the thread checks
  * that this file is unchanged. Then, if `send` is not NULL, it calls `send`, which returns 0 or an error. */
@@ -274,17 +307,28 @@ static int is_on_disk(int descriptor, int64_t offset) { return (void)descriptor,
 static void ask(int descriptor, int64_t offset, int64_t num_bytes) { (void)descriptor, (void)offset, (void)num_bytes; }
 #endif
 
+/* Return where entry i of a job begins in the file, and its size. */
+static int64_t place_of(const Job *job, int64_t i, int64_t *size) {
+    if (job->kind == BLOCKS) {
+        const Block *block = ((const Blocks *)job->source)->blocks + i;
+        *size = block->stored_bytes;
+        return block->offset;
+    }
+    const Rows *table = job->source;
+    int64_t row = table->rows[i];
+    *size = (table->counts ? table->counts[i] : 1) * table->row_bytes;
+    return table->blocks[row / table->block_rows] + row % table->block_rows * table->row_bytes;
+}
+
 /* Prefetch the data of a job from disk, unless its beginning is in the page cache. */
 static void ask_for(const Job *job) {
-    if (job->kind != ROWS) {
+    if (job->kind != ROWS && job->kind != BLOCKS) {
         if (is_on_disk(job->descriptor, job->offset)) ask(job->descriptor, job->offset, job->num_bytes);
         return;
     }
-    const Rows *table = job->source;
     int64_t start = 0, end = 0;
     for (int64_t i = job->offset; i < job->offset + job->count; i++) {
-        int64_t row = table->rows[i], size = (table->counts ? table->counts[i] : 1) * table->row_bytes;
-        int64_t offset = table->blocks[row / table->block_rows] + row % table->block_rows * table->row_bytes;
+        int64_t size, offset = place_of(job, i, &size);
         if (i == job->offset && !is_on_disk(job->descriptor, offset)) return;
         if (offset != end) {
             ask(job->descriptor, start, end - start);
@@ -322,6 +366,50 @@ static int do_rows(const Job *job, struct iovec *vectors, Result *result) {
     return count ? read_vectors(job->descriptor, vectors, count, end - start, start, result) : 0;
 }
 
+/* Read and decode a block to `out`. A block without filters may be shorter than the memory for it. */
+static int fill_block(const Blocks *table, const Block *block, int descriptor, uint8_t *out, Coder *coder, Result *result) {
+    const Pipeline *pipeline = table->pipelines + block->pipeline;
+    uint8_t *stored = pipeline->count ? h5chunk_stored(coder, block->stored_bytes) : out;
+    int is_damaged = !stored || (!pipeline->count && block->stored_bytes > block->num_bytes);
+    if (!is_damaged && read_rest(descriptor, stored, block->stored_bytes, block->offset, result)) return -1;
+    if (!is_damaged && pipeline->count)
+        is_damaged = h5chunk_decode_block(coder, pipeline, block->mask, stored, block->stored_bytes, out, block->num_bytes);
+    if (!is_damaged) return 0;
+    result->status = DAMAGED;
+    result->offset = block->offset;
+    return -1;
+}
+
+/* Fill memory that other threads may need as well, unless one of them has done so. */
+static int fill_shared(const Blocks *table, const Block *block, int descriptor, Coder *coder, Result *result) {
+    for (;;) {
+        int32_t state = __atomic_load_n(block->state, __ATOMIC_ACQUIRE), empty = EMPTY;
+        if (state == FULL) return 0;
+        if (state == EMPTY &&
+            __atomic_compare_exchange_n(block->state, &empty, FILLING, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {
+            int failed = fill_block(table, block, descriptor, block->target, coder, result);
+            __atomic_store_n(block->state, failed ? EMPTY : FULL, __ATOMIC_RELEASE);
+            return failed;
+        }
+        nanosleep(&(struct timespec){.tv_nsec = POLL_NS}, NULL);
+    }
+}
+
+static int do_blocks(const Job *job, Coder *coder, Result *result) {
+    const Blocks *table = job->source;
+    const int64_t columns = 1 + 3 * table->axes;
+    for (const Block *block = table->blocks + job->offset, *end = block + job->count; block < end; block++) {
+        uint8_t *values = block->target ? block->target : h5chunk_decoded(coder, block->num_bytes);
+        int failed = !values || (block->state ? fill_shared(table, block, job->descriptor, coder, result)
+                                              : fill_block(table, block, job->descriptor, values, coder, result));
+        if (!values) *result = (Result){.status = DAMAGED, .offset = block->offset};
+        if (failed) return -1;
+        h5chunk_copy_boxes(values, block->shape, table->axes, table->item_bytes, table->parts + block->first * columns,
+                           block->end - block->first, table->out, table->out_shape);
+    }
+    return 0;
+}
+
 static int do_verify(const Job *job, uint8_t *scratch, Result *result) {
     uint32_t crc = 0;
     for (int64_t done = 0; done < job->num_bytes; done += PIECE_BYTES) {
@@ -356,21 +444,23 @@ static void gather(const void *source, int64_t row_bytes, const int64_t *indices
         }
 }
 
-static int do_job(const Job *job, uint8_t *scratch, Result *result) {
+static int do_job(const Job *job, Scratch *scratch, Result *result) {
     if (job->kind == READ) return do_read(job, result);
-    if (job->kind == VERIFY) return do_verify(job, scratch, result);
-    if (job->kind == ROWS) return do_rows(job, (struct iovec *)scratch, result);
+    if (job->kind == VERIFY) return do_verify(job, scratch->piece, result);
+    if (job->kind == ROWS) return do_rows(job, (struct iovec *)scratch->piece, result);
+    if (job->kind == BLOCKS) return do_blocks(job, &scratch->coder, result);
     gather(job->source, job->num_bytes / job->count, job->indices, job->count, job->destination);
     return 0;
 }
 
 /* Run jobs in the calling thread. The result describes the first failed job, and is all zeros if none failed. */
 EXPORT void h5chunk_run(const Job *jobs, int64_t num_jobs, Result *result) {
-    uint8_t *scratch = malloc(PIECE_BYTES);
-    *result = (Result){.status = scratch ? DONE : SYSTEM, .error = scratch ? 0 : ENOMEM};
-    for (int64_t i = 0; scratch && i < num_jobs && !result->status; i++)
-        if (do_job(jobs + i, scratch, result)) result->job = i;
-    free(scratch);
+    Scratch scratch = {.piece = malloc(PIECE_BYTES)};
+    *result = (Result){.status = scratch.piece ? DONE : SYSTEM, .error = scratch.piece ? 0 : ENOMEM};
+    for (int64_t i = 0; scratch.piece && i < num_jobs && !result->status; i++)
+        if (do_job(jobs + i, &scratch, result)) result->job = i;
+    free(scratch.piece);
+    h5chunk_free_coder(&scratch.coder);
 }
 
 /* ---- The pool ---- */
@@ -495,7 +585,7 @@ static int64_t nanoseconds(void) {
 }
 
 /* Run a part of the first waiting ticket. The caller holds the lock. */
-static void run_part(Pool *pool, uint8_t *scratch) {
+static void run_part(Pool *pool, Scratch *scratch) {
     Ticket *ticket = pool->waiting.first;
     if (ticket->result.status != DONE) {
         skip_first(pool, CANCELLED);
@@ -543,17 +633,18 @@ static void begin(Pool *pool, Ticket *ticket) {
 
 static void *run(void *argument) {
     Pool *pool = argument;
-    uint8_t *scratch = malloc(PIECE_BYTES);
+    Scratch scratch = {.piece = malloc(PIECE_BYTES)};
     pthread_mutex_lock(&pool->lock);
-    while (scratch && (pool->waiting.first || !pool->is_closing)) {
+    while (scratch.piece && (pool->waiting.first || !pool->is_closing)) {
         ask_ahead(pool);
         Ticket *ticket = pool->waiting.first;
         int needs = ticket && needs_buffer(ticket), must_wait = needs && (ticket->is_beginning || ticket->buffer->is_taken);
         if (needs && !must_wait) begin(pool, ticket);
-        else if (ticket && !must_wait) run_part(pool, scratch);
+        else if (ticket && !must_wait) run_part(pool, &scratch);
         else if (!pool->is_closing) pthread_cond_wait(&pool->work, &pool->lock);
     }
-    free(scratch);
+    free(scratch.piece);
+    h5chunk_free_coder(&scratch.coder);
     pool->num_threads--;
     pthread_cond_broadcast(&pool->ended);
     if (pool->is_left && !pool->num_threads) free_pool(pool);

@@ -248,7 +248,7 @@ def test_what_hdf5_cannot_read_is_an_error_that_names_it(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_while_chunks_are_decoded(tmp_path, monkeypatch):
+def test_a_fork_while_chunks_are_decoded(tmp_path, monkeypatch, python_threads):
     """Its threads do not wait for locks of threads that it does not have: chunks that windows share have such."""
     options = {"chunks": (40, 3, 5, 6), **FILTERS["gzip"]}
     path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {}))

@@ -234,7 +234,7 @@ def test_any_rows_of_compressed_chunks(tmp_path, monkeypatch, rows, chunk, part_
 
 
 @pytest.fixture
-def decoded(monkeypatch):
+def decoded(monkeypatch, python_threads):
     """A list that grows with each chunk that is decoded."""
     return watch(monkeypatch, "decode chunk")
 
@@ -274,6 +274,18 @@ def test_chunks_that_are_kept_are_forgotten(tmp_path, decoded):
     for _ in range(2):  # what no other window needs is not kept
         check_direct(tmp_path / "a.h5", data, [8, 9, 10, 11], field)
     assert len(decoded) == 4
+
+
+@pytest.mark.parametrize("name", ["gzip", "lz4"])
+def test_a_chunk_that_is_used_in_part_is_kept(tmp_path, name):
+    data = encoded(tmp_path / "a.h5", **FILTERS[name])
+    field = direct_field(tmp_path / "a.h5")
+    check_direct(tmp_path / "a.h5", data, [1, 2], field)
+    damage(tmp_path / "a.h5", 0)
+    assert field.read([0, 3]).tobytes() == data[[0, 3]].tobytes()
+    field.cache.forget()
+    with pytest.raises(FileError, match="chunk 0 is damaged"):
+        field.read([1])
 
 
 DAMAGED = ["gzip", "fletcher32", "gzip, shuffle, fletcher32", "zstd", "lz4", "blosc lz4", "bitshuffle", "lzf"]

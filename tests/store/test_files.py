@@ -199,6 +199,7 @@ def test_contiguous_files(tmp_path: Path) -> None:
         assert sorted(flat(epoch_of(loader))) == list(range(90))
 
 
+@pytest.mark.usefixtures("python_threads")
 @pytest.mark.parametrize("sizes", [[(96, 4)] * 4, [(99, 4), (120, 2), (80, 8), (85, 5)]], ids=["even", "uneven"])
 def test_each_chunk_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: Sizes) -> None:
     paths = make_set(tmp_path / "set", sizes, compression="gzip")

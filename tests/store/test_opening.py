@@ -23,6 +23,7 @@ import pytest
 from support.open_fields import OpenField
 
 import h5chunk
+from h5chunk.store.read.engine import Kept
 from h5chunk.store.read.field_readers import scratch_bytes
 
 
@@ -221,7 +222,7 @@ def test_kept_chunks_of_volumes_have_one_limit_in_bytes(tmp_path: Path, monkeypa
     field = OpenField(reader, "raw")
     for row in range(reader.num_samples):
         field.read([row])
-    kept = [block for block in gc.get_objects() if type(block).__name__ == "_Kept" and block.values is not None]
+    kept = [block for block in gc.get_objects() if isinstance(block, Kept)]
     assert 0 < sum(len(block.values) for block in kept) <= 8 << 10
     assert scratch_bytes([field.reader], 1) == 3 * 64 * 64 + (8 << 10)
 

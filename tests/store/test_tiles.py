@@ -58,6 +58,7 @@ def test_the_loader_gives_what_hdf5_gives(tmp_path: Path, chunks: tuple[int, ...
             assert (pixels.numpy() == images[numbers.numpy()]).all()
 
 
+@pytest.mark.usefixtures("python_threads")
 def test_each_chunk_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = values((32, 4, 4), "u1")
     path = make_file(tmp_path / "a.h5", x=(x, {"chunks": (8, 2, 2), "compression": "gzip"}))

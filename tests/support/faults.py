@@ -59,7 +59,7 @@ CONSTANTS = {
     "whole_row_bytes": "store.read.field_readers.WHOLE_ROW_BYTES",
 }
 CALLS = {
-    "decode chunk": "store.hdf5.codecs.ChunkDecoder.decode",
+    "decode chunk": "store.hdf5.codecs.ChunkDecoder.decode",  # in Python's threads: take the fixture python_threads
     "begin slot": "feed.slots.CpuSlot.begin",
     "load window": "feed.read_pool.ReadPool.load",
     "make slot": "feed.slots.CpuSlot.__init__",

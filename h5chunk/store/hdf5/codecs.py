@@ -83,6 +83,11 @@ class ChunkDecoder:
         self.chunk_bytes = chunk_bytes
         self.max_stored_bytes = min(2 * chunk_bytes + SLACK_BYTES, 2**31 - 1)
 
+    @property
+    def pipeline(self) -> np.ndarray | None:
+        """The filters as jobs of native threads undo them, () `h5chunk.native.filters.PIPELINE`; None if they can't."""
+        return filters.pipeline_of([(code, values) for _, code, values in self._filters])
+
     def __repr__(self) -> str:
         return " + ".join(KNOWN_FILTERS[code] for _, code, _ in self._filters) or "no filter"
 
@@ -125,7 +130,7 @@ def _check_filter(code: int, values: tuple[int, ...], name: bytes) -> None:
     label = KNOWN_FILTERS.get(code) or ascii(name.decode(errors="replace")[:40])
     if code not in _CODECS:
         raise NoDecoder(f"filter {label} ({code}) is decoded only by HDF5")
-    functions = () if code == LZF and filters.available() else _CODECS[code].functions
+    functions = () if code == LZF and native.available() else _CODECS[code].functions
     if code == BITSHUFFLE:
         if (
             len(values) < 3
@@ -235,7 +240,7 @@ def _unzlib(data: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 
 def _unlzf(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np.ndarray:
-    if not filters.available():
+    if not native.available():
         return _call("lzf_decode", data, out)
     length = filters.unlzf(data, out)
     if length < 0:
@@ -253,7 +258,7 @@ def _unshuffle(data: np.ndarray, values: tuple[int, ...], out: np.ndarray) -> np
         return data
     whole, out = item * count, out[: len(data)]
     source, target = data[:whole], out[:whole]
-    if filters.available():
+    if native.available():
         filters.unshuffle(source, item, target)
     else:
         target.reshape(count, item)[...] = source.reshape(item, count).T
@@ -280,7 +285,7 @@ def _fletcher32(data: np.ndarray) -> int:
     """
     if not len(data):
         return 0
-    if filters.available():
+    if native.available():
         return filters.fletcher32(data)
     padded = np.append(data, np.zeros(len(data) % 2, np.uint8))
     words = padded.view(">u2").astype(np.uint64)

@@ -175,7 +175,13 @@ class Origin:
 
 
 class Codec(Protocol):
-    """Converts the stored bytes of a block to items."""
+    """Converts the stored bytes of a block to items.
+
+    ``pipeline`` has the filters for jobs of native threads, () `h5chunk.native.filters.PIPELINE`, or is None.
+    """
+
+    @property
+    def pipeline(self) -> np.ndarray | None: ...
 
     def fill(self, number: int, out: np.ndarray) -> None:
         """Fill a block, (n,) uint8, that has no offset in the file.
@@ -193,6 +199,8 @@ class Codec(Protocol):
 
 class FillCodec:
     """A codec of blocks that have no bytes in the file."""
+
+    pipeline = None
 
     def decode(self, stored: np.ndarray, mask: int, out: np.ndarray, where: Callable[[], str]) -> None:
         raise AssertionError("the block has no stored bytes")

@@ -4,22 +4,41 @@ There are three ways, and no more:
 
 - Raw rows (`row_tasks`): rows of a dataset that are runs of bytes are read directly to their places.
 - Raw parts: boxes of blocks without filters are read by runs of bytes or, if many boxes share a block, in one slab.
-- Coded blocks: a block is read, checked and decoded once, or found in the cache, and its parts are copied.
+- Coded blocks: a block is read, checked and decoded once, or found in the cache, and its parts are copied. Native
+  threads do all of that (`BlocksTask`) if the C library knows the filters and no checksum is due; otherwise Python
+  threads do (`BlockTask`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from itertools import pairwise
 from operator import add
 from typing import Any
 
 import numpy as np
 
-from h5chunk.native import BoxCopies, available
+from h5chunk import native
+from h5chunk.errors import FileError
+from h5chunk.native import (
+    BLOCK,
+    BLOCKS,
+    DAMAGED,
+    DONE,
+    FULL,
+    JOB,
+    Blocks,
+    BoxCopies,
+    Result,
+    address_of,
+    available,
+    run,
+)
+from h5chunk.native.filters import PIPELINE
 from h5chunk.store.hdf5.codecs import scratch
 from h5chunk.store.hdf5.ranges import (
     MAX_VECTORS,
@@ -28,7 +47,9 @@ from h5chunk.store.hdf5.ranges import (
     Ranges,
     ReadTask,
     VectorTask,
+    held,
     read_bytes,
+    read_error,
     read_jobs,
     row_tasks,
     vector_tasks,
@@ -40,13 +61,15 @@ from h5chunk.store.read.through_hdf5 import Hdf5Files
 
 GAP_BYTES = 4 << 10  # smaller gaps between two rows are read, because skipping them would need another system call
 SLAB_BYTES = 8 << 20  # limit on the bytes of a raw block that are read at once for several boxes
+JOB_BYTES = 256 << 10  # decoded bytes that a native thread takes at a time
 CACHE_BYTES = 256 << 20  # limit on the decoded blocks that are kept for all fields of a data set
 
 
-class _Kept:
+class Kept:
+    """The memory of a decoded block, (n,) uint8, whose ``state`` is one of `h5chunk.native.EMPTY` to ``FULL``."""
+
     def __init__(self, num_bytes: int) -> None:
-        self.lock, self.num_bytes = threading.Lock(), num_bytes
-        self.values: np.ndarray | None = None
+        self.lock, self.values, self.state = threading.Lock(), np.empty(num_bytes, np.uint8), np.zeros(1, np.int32)
 
 
 class BlockCache:
@@ -65,26 +88,35 @@ class BlockCache:
         self.hdf5.close()
         self.local = threading.local()
         self._lock, self._num_bytes = threading.Lock(), 0
-        self._blocks: OrderedDict[tuple[int, int], _Kept] = OrderedDict()
+        self._blocks: OrderedDict[tuple[int, int], Kept] = OrderedDict()
 
     def get(self, key: tuple[int, int], num_bytes: int, read: Callable[[np.ndarray], None]) -> np.ndarray:
         """Return a decoded block, (num_bytes,) uint8. ``read`` fills it if it is not kept."""
+        kept = self.find(key, num_bytes)
+        assert kept is not None
+        if kept.state[0] != FULL:
+            with kept.lock:  # other threads wait for the one that decodes the block
+                if kept.state[0] != FULL:
+                    read(kept.values)
+                    kept.state[0] = FULL
+        return kept.values
+
+    def find(self, key: tuple[int, int], num_bytes: int, *, is_made: bool = True) -> Kept | None:
+        """Return the memory of a block, which its user must fill if it is empty.
+
+        Returns None if it is not kept, and not to be made.
+        """
         with self._lock:
-            if key not in self._blocks:
-                self._blocks[key] = _Kept(num_bytes)
+            kept = self._blocks.get(key)
+            if kept is None:
+                if not is_made:
+                    return None
+                kept = self._blocks[key] = Kept(num_bytes)
                 self._num_bytes += num_bytes
-            kept = self._blocks[key]
             self._blocks.move_to_end(key)
             while self._num_bytes > self.limit_bytes and len(self._blocks) > 1:
-                self._num_bytes -= self._blocks.popitem(last=False)[1].num_bytes
-        if kept.values is not None:
-            return kept.values
-        with kept.lock:  # other threads wait for the one that decodes the block
-            if kept.values is None:
-                values = np.empty(num_bytes, np.uint8)
-                read(values)
-                kept.values = values
-        return kept.values
+                self._num_bytes -= len(self._blocks.popitem(last=False)[1].values)
+        return kept
 
 
 class BoxReader:
@@ -181,7 +213,7 @@ class BoxReader:
         if self.arrays.has_raw:
             runs = parts.by_lengths(lambda parts: self._are_runs(parts, out))
             if runs.any():
-                tasks += self._raw_runs(parts.some(runs), out)
+                tasks += self._raw_runs(parts if runs.all() else parts.some(runs), out)
                 parts = parts.some(~runs)
         if len(parts.block):
             tasks += self._block_tasks(parts.grouped(), out, keeps)
@@ -228,16 +260,92 @@ class BoxReader:
                 yield from checks.tasks(arrays.origins[number].chunks(blocks))
 
     def _block_tasks(self, parts: Parts, out: np.ndarray, keeps: bool | None) -> Iterator[ReadTask]:
-        arrays, firsts = self.arrays, parts.firsts
-        blocks, items = parts.block[firsts], np.add.reduceat(parts.sizes, firsts)
-        is_whole = items >= arrays.items_in(blocks) if keeps is None else np.full(len(firsts), not keeps)
-        array = arrays.array_of(blocks)
+        """Yield tasks that read parts of blocks, in which those of a block are next to each other."""
+        by_c = self._are_native(parts)
+        if by_c.all():
+            yield from self._native_tasks(parts, out, keeps)
+            return
+        if by_c.any():
+            own = np.repeat(by_c, np.diff(parts.firsts, append=len(parts.block)))
+            yield from self._native_tasks(parts.some(own), out, keeps)
+            parts = parts.some(~own)
+        arrays, firsts, is_whole = self.arrays, parts.firsts, self._are_whole(parts, keeps)
+        array = arrays.array_of(parts.block[firsts])
         # bytes that are read for each block; a decoded block counts once
+        items = np.add.reduceat(parts.sizes, firsts)
         cost = np.where(arrays.codec[array] == RAW, items * arrays.item_bytes, arrays.block_bytes[array])
         begins = np.flatnonzero(np.diff(np.cumsum(cost) // PART_BYTES, prepend=-1) > 0)  # where tasks begin
         for begin, end in pairwise([*begins.tolist(), len(firsts)]):
             low, high = firsts[begin], firsts[end] if end < len(firsts) else len(parts.block)
             yield BlockTask(self, parts.some(slice(low, high)), is_whole[begin:end], out)
+
+    def _are_whole(self, parts: Parts, keeps: bool | None) -> np.ndarray:
+        """Return which blocks are used completely, or should not be kept for another reason: (number of blocks,)."""
+        if keeps is not None:
+            return np.full(len(parts.firsts), not keeps)
+        whole: np.ndarray = np.add.reduceat(parts.sizes, parts.firsts) >= self.arrays.items_in(
+            parts.block[parts.firsts]
+        )
+        return whole
+
+    @cached_property
+    def _pipelines(self) -> tuple[np.ndarray, np.ndarray]:
+        """The filters of each kind of block for native threads, and whether these can undo them: (n,) each."""
+        found = [codec.pipeline for codec in self.arrays.codecs]
+        none = np.zeros((), PIPELINE)  # the pipeline of raw blocks
+        return np.stack([none, *(none if each is None else each for each in found)]), np.array(
+            [True, *(each is not None for each in found)]
+        )
+
+    def _are_native(self, parts: Parts) -> np.ndarray:
+        """Return which blocks native threads read: (number of blocks,) bool."""
+        if not available() or self.has_checks:
+            return np.zeros(len(parts.firsts), bool)
+        arrays, firsts = self.arrays, parts.firsts
+        counts, blocks = np.diff(firsts, append=len(parts.block)), parts.block[firsts]
+        array = arrays.array_of(blocks)
+        is_slab = arrays.block_bytes[array] > np.minimum(SLAB_BYTES, counts * SMALL_BYTES)
+        is_known = self._pipelines[1][arrays.codec[array]] & (arrays.blocks.offset[blocks] >= 0)
+        are_native: np.ndarray = is_known & ~(is_slab & (arrays.codec[array] == RAW))
+        return are_native
+
+    def _native_tasks(self, parts: Parts, out: np.ndarray, keeps: bool | None) -> Iterator[BlocksTask]:
+        arrays, firsts = self.arrays, parts.firsts
+        blocks, table = parts.block[firsts], np.zeros(len(firsts), BLOCK)
+        array = arrays.array_of(blocks)
+        table["offset"], table["stored_bytes"] = arrays.blocks.offset[blocks], arrays.blocks.size[blocks]
+        table["mask"], table["pipeline"] = arrays.blocks.mask[blocks], arrays.codec[array]
+        table["num_bytes"] = arrays.block_bytes[array]
+        shapes = np.ascontiguousarray(arrays.block)
+        table["shape"] = address_of(shapes) + array * shapes.strides[0]
+        table["first"], table["end"] = firsts, np.append(firsts[1:], len(parts.block))
+        is_whole = self._are_whole(parts, keeps)
+        runs = is_whole & (_run_lengths(arrays, parts, out) > 0)  # these are decoded to their places in the output
+        places = parts.table[firsts[runs]][:, [0, 1 + arrays.num_axes]] @ [out[:1].nbytes, out[:1, :1].nbytes]
+        table["target"][runs] = address_of(out) + places
+        table["end"][runs] = table["first"][runs]
+        kept = self._kept_of(
+            table, blocks, ~is_whole & ((arrays.codec[array] != RAW) | (table["num_bytes"] <= SMALL_BYTES))
+        )
+        for file, own in _groups(arrays.blocks.file[blocks]):
+            yield BlocksTask(self, table[own], blocks[own], (parts.table, shapes, kept), out, file)
+
+    def _kept_of(self, table: np.ndarray, blocks: np.ndarray, wanted: np.ndarray) -> list[Kept]:
+        """Find or make the cache's memory for blocks, and note it in their table.
+
+        If not all fit into the cache, the last ones do, because the next window may need these.
+        """
+        numbers, found = np.flatnonzero(wanted), []
+        sizes = table["num_bytes"][numbers]
+        fits = np.cumsum(sizes[::-1])[::-1] <= sizes[-1:].max(initial=self.cache.limit_bytes)
+        for row, block, size, is_made in zip(
+            *(each.tolist() for each in (numbers, blocks[numbers], sizes, fits)), strict=True
+        ):
+            kept = self.cache.find((id(self), block), size, is_made=is_made)
+            if kept is not None:
+                table["target"][row], table["state"][row] = address_of(kept.values), address_of(kept.state)
+                found.append(kept)
+        return found
 
     def _at(self, file: int) -> Callable[[int], str]:
         return lambda offset: self.arrays.at(file, offset)
@@ -300,7 +408,7 @@ class BlockTask:
     def __call__(self, files: OpenFiles) -> None:
         reader, table, firsts, out = self._reader, self._parts.table, self._parts.firsts, self._out
         blocks = reader.arrays.listed(self._parts.block[firsts])
-        copies, targets = PartCopies(table, out), self._targets().tolist()
+        copies, targets = PartCopies(table, out), _run_lengths(reader.arrays, self._parts, out).tolist()
         ends = pairwise([*firsts.tolist(), len(table)])
         for (first, end), block, is_whole, length in zip(ends, blocks, self._is_whole.tolist(), targets, strict=True):
             if block.codec == RAW and block.num_bytes > min(SLAB_BYTES, (end - first) * SMALL_BYTES):
@@ -315,17 +423,63 @@ class BlockTask:
         for file in {block.file for block in blocks}:
             files.check(file)
 
-    def _targets(self) -> np.ndarray:
-        """Return the length along the first axis of blocks that are one run of bytes of the output, and others 0: (n,).
 
-        Such a block has a single part, which is the whole block, and all of the output's axes after the first.
-        """
-        parts, arrays, axes = self._parts, self._reader.arrays, self._reader.arrays.num_axes
-        length = parts.table[parts.firsts, 1 + 2 * axes :]
-        is_run = np.diff(parts.firsts, append=len(parts.block)) == 1
-        is_run &= (length == arrays.block[arrays.array_of(parts.block[parts.firsts])]).all(axis=1)
-        is_run &= (length[:, 1:] == np.array(self._out.shape[2:], np.int64)).all(axis=1)
-        return np.where(is_run, length[:, 0], 0)
+class BlocksTask:
+    """A task for native threads: they read blocks of a file, decode them, and copy their parts to the output.
+
+    ``table`` describes the blocks, (n,) `h5chunk.native.BLOCK`, whose numbers are in ``blocks``. ``kept`` has the table
+    of parts, and all memory whose addresses are in ``table``.
+    """
+
+    def __init__(
+        self, reader: BoxReader, table: np.ndarray, blocks: np.ndarray, kept: Sequence[Any], out: np.ndarray, file: int
+    ) -> None:
+        self._reader, self._table, self._blocks = reader, table, blocks
+        self.file, self._kept = file, kept
+        self._source = Blocks(table, reader._pipelines[0], kept[0], out)
+
+    @property
+    def ranges(self) -> Iterator[tuple[int, Ranges]]:
+        """The byte ranges that the task reads, by number of the file."""
+        yield self.file, (self._table["offset"], self._table["stored_bytes"])
+
+    def jobs(self, files: OpenFiles) -> np.ndarray:
+        """Return the jobs of the task for a `h5chunk.native.NativePool`: (n,) JOB."""
+        return self._jobs(files, files.descriptor(self.file))
+
+    def _jobs(self, files: OpenFiles, descriptor: int) -> np.ndarray:
+        self._files = files
+        ends = np.cumsum(self._table["num_bytes"])
+        firsts = np.flatnonzero(np.diff((ends - 1) // JOB_BYTES, prepend=-1))
+        jobs = np.zeros(len(firsts), JOB)
+        jobs["kind"], jobs["descriptor"], jobs["offset"] = BLOCKS, descriptor, firsts
+        jobs["count"] = np.diff(firsts, append=len(ends))
+        jobs["num_bytes"] = native.PART_BYTES  # so that a thread takes one job at a time
+        jobs["source"] = ctypes.addressof(self._source)
+        return jobs
+
+    def end(self) -> None:
+        """Do nothing, because no work remains after the jobs have succeeded."""
+
+    def error_of(self, result: Result) -> FileError:
+        """Return the error for a job that failed. Blocks that are damaged are decoded again, to say in what way."""
+        offsets, reader = self._table["offset"], self._reader
+        number = int(self._blocks[np.where(offsets <= result.offset, offsets, -1).argmax()])
+        if result.status != DAMAGED:
+            return read_error(reader.arrays.where(number), result)
+        (block,) = reader.arrays.listed(np.array([number]))
+        try:
+            reader.decode(self._files, block, np.empty(block.num_bytes, np.uint8))
+        except FileError as error:
+            return error
+        return FileError(f"{reader.arrays.where(number)} cannot be decoded, because memory is short")
+
+    def __call__(self, files: OpenFiles) -> None:
+        with files.opened(self.file) as descriptor, held(descriptor, *next(self.ranges)[1]):
+            result = run(self._jobs(files, int(descriptor)))
+            if result.status != DONE:
+                raise self.error_of(result)
+        files.check(self.file)
 
 
 def items_of(values: np.ndarray, item_bytes: int, shape: Iterable[int]) -> np.ndarray:
@@ -456,6 +610,18 @@ class PartCopies:
             first_index, place, length = row[:axes], row[axes : 2 * axes], row[2 * axes :]
             inside, where = (tuple(map(slice, begin, map(add, begin, length))) for begin in (first_index, place))
             self._out[element][where] = items[inside]
+
+
+def _run_lengths(arrays: Arrays, parts: Parts, out: np.ndarray) -> np.ndarray:
+    """Return the length along the first axis of blocks that are one run of bytes of the output, and others 0: (n,).
+
+    Such a block has a single part, which is the whole block, and all of the output's axes after the first.
+    """
+    length = parts.table[parts.firsts, 1 + 2 * arrays.num_axes :]
+    is_run = np.diff(parts.firsts, append=len(parts.block)) == 1
+    is_run &= (length == arrays.block[arrays.array_of(parts.block[parts.firsts])]).all(axis=1)
+    is_run &= (length[:, 1:] == np.array(out.shape[2:], np.int64)).all(axis=1)
+    return np.where(is_run, length[:, 0], 0)
 
 
 def _groups(keys: np.ndarray) -> Iterator[tuple[int, Any]]:

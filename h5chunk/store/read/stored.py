@@ -48,6 +48,10 @@ class Filtered:
         self._is_plain = element.is_plain
         self._stored_bytes = count * element.item_bytes
 
+    @property
+    def pipeline(self) -> np.ndarray | None:
+        return self._decoder.pipeline if self._is_plain and self._decoder is not None else None
+
     def fill(self, number: int, out: np.ndarray) -> None:
         if isinstance(self._unwritten, FileError):
             raise FileError(str(self._unwritten))
