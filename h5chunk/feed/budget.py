@@ -27,7 +27,6 @@ from h5chunk.store.read.field_readers import (
     AUTO,
     DIRECT,
     NOTABLE,
-    TINY,
     field_readers,
     is_small_field,
     read_amplification,
@@ -155,8 +154,7 @@ def _field_readers(source: Source, way: str) -> tuple[dict[str, FieldReader], di
         name, reason = next(iter(why.items()))
         raise OptionError(f"field {name!r} cannot be read directly: {reason}. Use reader='auto' or 'h5py'")
     for name, reason in why.items() if way == AUTO else ():
-        if reason != TINY:
-            warnings.warn(printable(f"field {name!r} is read through h5py, in one thread: {reason}"), stacklevel=4)
+        warnings.warn(printable(f"field {name!r} is read through h5py, in one thread: {reason}"), stacklevel=4)
     return fields, why
 
 

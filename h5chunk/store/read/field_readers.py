@@ -22,10 +22,9 @@ from h5chunk.store.read.engine import CACHE_BYTES, BlockCache
 from h5chunk.store.read.open_files import OpenFiles
 from h5chunk.store.read.samples import CsrBuffers, Elements, EncodedRows, FieldReader, Part, Rows, Runs, Texts
 from h5chunk.store.read.source import Source
-from h5chunk.store.read.stored import dataset_arrays, has_tiny_chunks, no_values
+from h5chunk.store.read.stored import dataset_arrays, no_values
 from h5chunk.store.read.through_hdf5 import hdf5_arrays
 
-TINY = "its chunks are tiny"
 AUTO, DIRECT, H5PY = "auto", "direct", "h5py"  # ways to read: the faster one, without HDF5, or only with HDF5
 WHOLE_ROW_BYTES = 1 << 10  # fields with rows of at most this size are kept in memory
 WHOLE_BYTES = 64 << 20  # unless the field is larger than this
@@ -69,15 +68,9 @@ class Opening:
             try:
                 if not same_file(item, file.file):
                     raise NotDirect("it is in another file, to which a link refers")
-                arrays = dataset_arrays(path, full, file.number, item, element, sums, indptr, axes=axes)
+                return dataset_arrays(path, full, file.number, item, element, sums, indptr, axes=axes)
             except NotDirect as error:
                 reason = str(error)
-            else:
-                num_bytes = item.size * element.num_bytes
-                is_small = _is_small(num_bytes // len(item), num_bytes)
-                if self.way == DIRECT or is_small or not has_tiny_chunks(arrays):
-                    return arrays
-                reason = TINY
         self.why.setdefault(name, reason)
         about = full, file.number, item, dataset, element, sums, indptr, self.cache.hdf5, file.source.check_unchanged
         return hdf5_arrays(path, *about, axes=axes)
@@ -170,11 +163,7 @@ def read_into(source: Source, name: str, rows: np.ndarray, out: np.ndarray | Csr
 
 def is_small_field(field: FieldReader) -> bool:
     """Return whether a field is small enough to be read once and kept in memory."""
-    return _is_small(field.row_bytes, field.num_bytes)
-
-
-def _is_small(row_bytes: int, num_bytes: int) -> bool:
-    return row_bytes <= WHOLE_ROW_BYTES and num_bytes <= WHOLE_BYTES
+    return field.row_bytes <= WHOLE_ROW_BYTES and field.num_bytes <= WHOLE_BYTES
 
 
 def read_small_fields(

@@ -28,7 +28,6 @@ from h5chunk.store.read.arrays import (
 from h5chunk.store.read.checksums import NO_SUMS, ChunkChecks, Sums
 
 MAX_DECODED_BYTES = 256 << 20  # limit on a decoded chunk, because each thread holds one and its stored bytes
-TINY_BYTES, MANY_CHUNKS = 8 << 10, 4096  # HDF5 is faster at reading so many chunks below this size (scripts/LOG.md)
 CONVERTED_BYTES = 256 << 10  # bytes of the blocks of a contiguous dataset whose values must be converted
 
 _local = threading.local()
@@ -162,12 +161,6 @@ def codec_of(dataset: h5py.Dataset, element: Element) -> Filtered:
         return Filtered(None, element, 0, b"")
     count = math.prod(dataset.chunks)
     return Filtered(_decoder(dataset.id.get_create_plist(), count, element), element, count, b"")
-
-
-def has_tiny_chunks(arrays: Arrays) -> bool:
-    """Return whether HDF5 in one thread is faster than several threads here, because there are many tiny chunks."""
-    is_tiny = int(arrays.block_bytes.max()) < TINY_BYTES and not (arrays.is_raw and arrays.num_axes == 1)
-    return is_tiny and int(np.count_nonzero(arrays.blocks.size)) >= MANY_CHUNKS
 
 
 def _kept_axes(shape: tuple[int, ...], chunk_shape: tuple[int, ...], axes: int) -> int:
