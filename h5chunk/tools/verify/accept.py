@@ -17,12 +17,13 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, count_text, printable
 from h5chunk.remote.pages import write_at
-from h5chunk.store.format.spec import CHECKSUMS, GROUP, ArraySpec, FileSpec, create_objects, region_of
+from h5chunk.store.format.spec import CHECKSUMS, GROUP, ArraySpec, FileSpec, Region, create_objects, region_of
 from h5chunk.store.hdf5.child import in_child, limited_memory
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import open_file, opened
 from h5chunk.store.read.scan import CheckedDataset
-from h5chunk.store.write.part_file import check_free_space, part_path, sync_folder, writing
+from h5chunk.store.write.new_file import NewFile
+from h5chunk.store.write.part_file import writing
 
 
 class Accepted(NamedTuple):
@@ -105,13 +106,11 @@ def _checksums_of(path: Path, datasets: dict[str, h5py.Dataset], guard: Guard, n
 
 def _replace_file(path: Path, changed: list[Accepted]) -> None:
     """Replace the file by a copy with other tables of checksums."""
-    part = part_path(path)
-    check_free_space(path.absolute(), path.stat().st_size)
-    with open_file(path):  # which is an error if another process writes it
+
+    def create(part: Path) -> dict[str, Region]:
         shutil.copyfile(path, part)
-    try:
         shutil.copymode(path, part)
-        with h5py.File(part, "r+", libver=("v110", "latest")) as file:
+        with h5py.File(part, "r+", libver=("v110", "latest"), locking=False) as file:
             for each in changed:
                 table = f"{CHECKSUMS}/{each.name}"
                 if table in file and (each.sums is None or each.offset is None):
@@ -120,9 +119,8 @@ def _replace_file(path: Path, changed: list[Accepted]) -> None:
                     create_objects(file, FileSpec({table: ArraySpec(each.sums.shape, each.sums.dtype)}, {}))
                 if each.sums is not None:
                     file[table][...] = each.sums
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.replace(path)
-        sync_folder(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
+        return {}
+
+    with open_file(path), NewFile(path, overwrite=True) as new:  # an error if another process writes the file
+        new.make(path.stat().st_size, create)
+        new.commit()
