@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import SampleError
-from h5chunk.store.format.spec import CHECKSUMS, IMAGE_TABLES, ArraySpec
+from h5chunk.store.format.spec import IMAGE_TABLES, ArraySpec
 from h5chunk.store.hdf5.codecs import crc32
 from h5chunk.store.write.fill import Filled, FillJob, TaskResult, TaskRunner
 from h5chunk.store.write.new_file import NewFile, checksum_specs
@@ -134,15 +134,3 @@ class FilledImages(Filled):
 def _num_bytes(record: list[int]) -> int:
     """Return the total size of the images of a chunk, from its record in a result."""
     return sum(max(0, number) for number in record[1::FACTS])
-
-
-def write_image_tables(new: NewFile, name: str, facts: np.ndarray, checksums: np.ndarray) -> None:
-    """Write the offsets and sizes of all images, after the file's header is complete.
-
-    ``checksums`` has the checksum of each chunk of ``data``.
-    """
-    offsets = np.concatenate(([0], np.cumsum(facts[:, 0])))
-    columns = dict(zip(IMAGE_TABLES, (offsets, *facts.T[1:]), strict=True))
-    for table, values in columns.items():
-        new.write_checked(f"{name}/{table}", values.astype(IMAGE_TABLES[table]))
-    new.write(f"{CHECKSUMS}/{name}/data", checksums)

@@ -123,6 +123,11 @@ class Filled:
     failures: list[Failure] = field(default_factory=list)  # in row order; rows of failures are filled with zeros
     stamp: int = 0  # stamp of all samples at the time of reading
 
+    @classmethod
+    def of(cls, job: FillJob) -> Filled:
+        """Return the results of no task yet."""
+        return cls({each.name: np.zeros(job.num_chunks, np.uint32) for each in job.fields})
+
     def add(self, done: TaskResult) -> None:
         """Add the result of a task. Results of jobs that are ``in_order`` are added in order."""
         self.notes.update(done.notes)
@@ -152,7 +157,7 @@ def fill(
     call. The results are added to ``filled``, if it is given.
     """
     if filled is None:
-        filled = Filled({each.name: np.zeros(job.num_chunks, np.uint32) for each in job.fields})
+        filled = Filled.of(job)
     usable = {first: claim for first, claim in (claims or {}).items() if not (stop_at_failure and claim.failures)}
     results = _results(job, filled, usable, num_workers)
     try:

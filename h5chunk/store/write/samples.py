@@ -14,8 +14,8 @@ from h5chunk.errors import SampleError, ShapeError, SourceError
 from h5chunk.plan.layout import Layout
 from h5chunk.sample_source import SampleField, SampleSource
 from h5chunk.store.format.header import header_attributes
-from h5chunk.store.format.spec import CHECKSUMS, GROUP, ArraySpec, FileSpec, Region, field_spec
-from h5chunk.store.write.any_size import AnySizeJob, FilledImages, any_size_specs, write_image_tables
+from h5chunk.store.format.spec import CHECKSUMS, GROUP, IMAGE_TABLES, ArraySpec, FileSpec, field_spec
+from h5chunk.store.write.any_size import AnySizeJob, FilledImages, any_size_specs
 from h5chunk.store.write.fill import Failure, Filled, FillField, FillJob, TaskResult, fill
 from h5chunk.store.write.new_file import NewFile, checksum_specs, column_specs, table_specs
 
@@ -80,7 +80,10 @@ class SampleJob:
         images: dict[str, ArraySpec] = {}
         axes: dict[str, dict[str, Any]] = {name: {"axes": each.axes} for name, each in self.fields.items() if each.axes}
         if self.any_size:
-            images, axes[self.any_size] = self._any_size_specs()
+            name, field_ = self.any_size, self.source.fields[self.any_size]
+            num_bytes = len(self.order) * field_.sample_bytes if self.num_bytes is None else self.num_bytes
+            images = any_size_specs(name, layout.num_samples, num_bytes)
+            axes[name] = {"form": field_.form, "channels": np.uint8(1 if self.options.get("color") == "gray" else 3)}
         else:
             fields = {name: field_spec(*size, each.shape, each.dtype) for name, each in self.fields.items()} | fields
         header = header_attributes(
@@ -94,15 +97,6 @@ class SampleJob:
         )
         datasets = images | fields | self._table_specs() | checksum_specs(fields, layout.num_chunks)
         return FileSpec(datasets, {**axes, GROUP: header})
-
-    def _any_size_specs(self) -> tuple[dict[str, ArraySpec], dict[str, Any]]:
-        """Return the datasets of images of any size, and the attributes of their group."""
-        name, num_samples = self.any_size, self.layout.num_samples
-        field, num_bytes = self.source.fields[name], self.num_bytes
-        if num_bytes is None:
-            num_bytes = len(self.order) * field.sample_bytes
-        channels = np.uint8(1 if self.options.get("color") == "gray" else 3)
-        return any_size_specs(name, num_samples, num_bytes), {"form": field.form, "channels": channels}
 
     def _table_specs(self) -> dict[str, ArraySpec]:
         each_sample = ArraySpec((self.layout.num_samples,), np.dtype(np.int64))
@@ -150,47 +144,38 @@ def write_samples(
     ``claims`` and ``finished`` are arguments of `h5chunk.store.write.fill.fill`. ``written`` is called with the number
     of samples written since the last call. Returns the job without skipped samples, and the results of all tasks.
     """
-    if job.any_size:
-        return _write_any_size(new, job, claims or {}, finished, written)
-    regions = new.reallocate(job.spec(), job.fields) if claims else new.allocate(job.spec())
+    name, common = job.any_size, (job.layout.chunk_samples, job.source, job.order)
+    if name:
+        new.begin(replace(job, num_bytes=LARGE_BYTES).spec(), f"{name}/data")
+        fill_job: FillJob = AnySizeJob(new.part, (), *common, mean_bytes=job.source.fields[name].sample_bytes)
+        filled: Filled = FilledImages(new, f"{name}/data", job.columns)
+    else:
+        regions = new.reallocate(job.spec(), job.fields) if claims else new.allocate(job.spec())
+        fields = (FillField(name, regions[name].offset, each.shape, each.dtype) for name, each in job.fields.items())
+        fill_job = FillJob(new.part, tuple(fields), *common)
+        filled = Filled.of(fill_job)
     with new.flusher():
-        filled = fill(_fill_job(new, job, regions), job.num_workers, not job.skip, written, claims, finished)
+        fill(fill_job, job.num_workers, not job.skip, written, claims, finished, filled)
     check_failures(job, filled.failures)
-    if filled.failures:
+    if isinstance(filled, FilledImages):
+        job = _complete_images(new, job, filled)
+    elif filled.failures:
         job = _close_gaps(new, job, filled)
     _write_tables(new, job, filled.checksums)
     return job, filled
 
 
-def _write_any_size(
-    new: NewFile,
-    job: SampleJob,
-    claims: Mapping[int, TaskResult],
-    finished: Callable[[TaskResult], None],
-    written: Callable[[int], None],
-) -> tuple[SampleJob, Filled]:
-    name, size = job.any_size, job.layout.chunk_samples
-    new.begin(replace(job, num_bytes=LARGE_BYTES).spec(), f"{name}/data")
-    mean = job.source.fields[name].sample_bytes
-    images = AnySizeJob(new.part, (), size, job.source, job.order, mean)
-    filled = FilledImages(new, f"{name}/data", job.columns)
-    with new.flusher():
-        fill(images, job.num_workers, not job.skip, written, claims, finished, filled)
-    check_failures(job, filled.failures)
-    facts = filled.facts
+def _complete_images(new: NewFile, job: SampleJob, filled: FilledImages) -> SampleJob:
+    """Write the header, and the offsets and sizes of all images. Returns the job without skipped samples."""
+    name, facts = job.any_size, filled.facts
     good = facts[:, 0] >= 0
     job = replace(job.with_order(job.order[good]), num_bytes=filled.num_bytes)
     new.complete(job.spec(), f"{name}/data", filled.num_bytes)
-    write_image_tables(new, name, facts[good], filled.target.finish())
-    _write_tables(new, job, {})
-    return job, filled
-
-
-def _fill_job(new: NewFile, job: SampleJob, regions: Mapping[str, Region]) -> FillJob:
-    fields = tuple(
-        FillField(name, regions[name].offset, field_.shape, field_.dtype) for name, field_ in job.fields.items()
-    )
-    return FillJob(new.part, fields, job.layout.chunk_samples, job.source, job.order)
+    filled.checksums[f"{name}/data"] = filled.target.finish()
+    offsets, sizes = np.concatenate(([0], np.cumsum(facts[good, 0]))), facts[good, 1:].T
+    for (table, kind), values in zip(IMAGE_TABLES.items(), (offsets, *sizes), strict=True):
+        new.write_checked(f"{name}/{table}", values.astype(kind))
+    return job
 
 
 def check_failures(job: SampleJob, failures: Sequence[Failure]) -> None:
