@@ -162,56 +162,42 @@ def _run_task(*task: Any) -> TaskResult:
 # ---- workers of a process that starts from nothing
 
 
-class _Refused(Exception):
-    """Raised if a job cannot be sent to another process; the text says why."""
-
-
 def _in_fresh_process(job: FillJob, tasks: list[Task], num_workers: int) -> Generator[TaskResult]:
     """Run tasks in workers of another process. If the job cannot be sent to it, warn, and run them in this process."""
-    with contextlib.ExitStack() as stack:
-        try:
-            connection = _send(stack, job, tasks, num_workers)
-        except _Refused as error:
-            warnings.warn(
-                f"samples are read in this process, without workers, because the data set cannot be sent to other "
-                f"processes: {error}. To use workers, open files and connections when the first sample is read",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            connection = None
-        if connection is None:
-            yield from _run_here(job, tasks)
-            return
-        while True:
+    connection, other = multiprocessing.Pipe()
+    process = start_python("h5chunk.store.write.workers:serve", other.fileno(), stdin=subprocess.PIPE)
+    try:
+        other.close()
+        kind, value = _send(process, connection, (job, tasks, num_workers, STALL_S))
+        while kind != REFUSED:
             kind, value = _receive(connection)
             if kind == FAILED:
                 raise value
             if kind == READY:
                 return
             yield value
+    finally:
+        _end(process, connection)
+    warnings.warn(
+        f"samples are read in this process, without workers, because the data set cannot be sent to other processes: "
+        f"{value}. To use workers, open files and connections when the first sample is read",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    yield from _run_here(job, tasks)
 
 
-def _send(stack: contextlib.ExitStack, job: FillJob, tasks: list[Task], num_workers: int) -> Connection:
-    """Start a process that runs the tasks, until the stack is closed. Returns a connection that receives the results.
-
-    Raises _Refused if the process cannot receive the job.
-    """
-    connection, other = multiprocessing.Pipe()
-    process = start_python("h5chunk.store.write.workers:serve", other.fileno(), stdin=subprocess.PIPE)
-    stack.callback(_end, process, connection)
-    other.close()
+def _send(process: subprocess.Popen[bytes], connection: Connection, work: tuple[Any, ...]) -> tuple[str, Any]:
+    """Send work to the process. Returns the answer: `READY`, or `REFUSED` with the reason if that is impossible."""
     assert process.stdin is not None
     try:
-        _ByValuePickler(_Limited(process.stdin)).dump((job, tasks, num_workers, STALL_S))
+        _ByValuePickler(_Limited(process.stdin)).dump(work)
         process.stdin.close()
     except BrokenPipeError:
         pass  # the process has a reason, or has died
     except Exception as error:  # objects may raise any error when they are pickled
-        raise _Refused(printable(f"{type(error).__name__}: {error}")) from None
-    kind, value = _receive(connection)
-    if kind == REFUSED:
-        raise _Refused(value)
-    return connection
+        return REFUSED, printable(f"{type(error).__name__}: {error}")
+    return _receive(connection)
 
 
 def _receive(connection: Connection) -> tuple[str, Any]:
