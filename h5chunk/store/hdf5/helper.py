@@ -28,6 +28,9 @@ MAX_REQUEST_BYTES = 4096
 END_S = 1.0  # time for a process to end after it was killed, which it may not do while a file system does not answer
 PR_SET_PDEATHSIG = 1  # option of prctl
 
+_running: set[int] = set()  # the numbers of processes
+_statuses: dict[int, int] = {}  # of processes that failed, until the caller asks
+
 
 def serve(descriptor: int) -> NoReturn:
     """Fork a process for each request until the caller has ended: the main function of the helper process.
@@ -40,20 +43,19 @@ def serve(descriptor: int) -> NoReturn:
     warnings.simplefilter("ignore")
     with suppress(ImportError):
         import hdf5plugin  # noqa: F401  # otherwise every fork would import it
-    control, running = socket.socket(fileno=descriptor), set[int]()
+    control = socket.socket(fileno=descriptor)
     while True:
         request, descriptors = b"", list[int]()
         with suppress(OSError):
             request, descriptors, *_ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
         if descriptors:
-            running -= {process for process in running if os.waitpid(process, os.WNOHANG)[0]}
+            _reap()
             answer = _start(request.decode().split(","), descriptors[0], control)
             os.close(descriptors[0])
-            running |= {answer} - {-1}
         elif request:
-            answer = _end(int(request), running)
+            answer = _end(int(request))
         else:  # the caller has ended
-            for process in running:
+            for process in _running:
                 os.kill(process, signal.SIGKILL)
             os._exit(0)
         with suppress(OSError):
@@ -80,21 +82,29 @@ def _start(modules: list[str], descriptor: int, control: socket.socket) -> int:
                 _work(Connection(descriptor))
         finally:
             os._exit(1)
+    _running.add(process)
     return process
 
 
-def _end(process: int, running: set[int]) -> int:
-    """Kill a process if it still runs, and return its status, or 0 if that is unknown."""
-    if process in running:
-        os.kill(process, signal.SIGKILL)
-    started = time.monotonic()
-    while process in running and time.monotonic() - started < END_S:
+def _reap() -> None:
+    """Note which processes have ended, and the statuses of those that failed."""
+    for process in [*_running]:
         ended, status = os.waitpid(process, os.WNOHANG)
         if ended:
-            running.remove(process)
-            return status
+            _running.remove(process)
+        if status:
+            _statuses[process] = status
+
+
+def _end(process: int) -> int:
+    """Kill a process if it still runs, and return its status, which is 0 if it has done its work or does not end."""
+    if process in _running:
+        os.kill(process, signal.SIGKILL)
+    started = time.monotonic()
+    while process in _running and time.monotonic() - started < END_S:
+        _reap()
         time.sleep(0.001)
-    return 0
+    return _statuses.pop(process, 0)
 
 
 def _work(connection: Connection) -> None:
