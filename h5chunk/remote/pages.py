@@ -178,11 +178,15 @@ class Pages:
     @contextmanager
     def fetching(self, first: int, stop: int) -> Iterator[None]:
         """Protect pages that are being fetched in a context, after other processes have fetched them."""
-        self._lock(fcntl.F_WRLCK, FETCHED + first, stop - first)
+        with self._holding:  # because the lock does not keep other threads of this process from freeing them
+            self._held[first:stop] += 1
         try:
+            self._lock(fcntl.F_WRLCK, FETCHED + first, stop - first)
             yield
         finally:
             self._lock(fcntl.F_UNLCK, FETCHED + first, stop - first)
+            with self._holding:
+                self._held[first:stop] -= 1
 
     def _lock(self, kind: int, start: int, count: int, *, waits: bool = True) -> bool:
         """Set a lock on bytes of the table, which ends with the process. Return False if another process has one."""
