@@ -229,7 +229,7 @@ class Mirror:
     def free_unused(self) -> None:
         """Without a cache, free all pages that are not metadata to keep, and not in use."""
         if not self.keeps:
-            self.free([(0, pages_of(self.pages.num_bytes))])
+            self.pages.free([(0, pages_of(self.pages.num_bytes))])
 
     @cached_property
     def _holds(self) -> np.ndarray:
