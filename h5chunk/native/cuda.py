@@ -28,7 +28,7 @@ class Sending(ctypes.Structure):
     def set_copies(self, copies: np.ndarray) -> None:
         """Set the copies, (n, 3) int64. Each row has the device address, the host address and the number of bytes."""
         self._kept = copies
-        self.copies, self.num_copies = native.address_of(copies), len(copies)
+        self.copies, self.num_copies = copies.ctypes.data, len(copies)
 
     @property
     def address(self) -> int:

@@ -28,7 +28,6 @@ from h5chunk.native import (
     LastingTasks,
     NativeTasks,
     Result,
-    address_of,
     available,
     run,
 )
@@ -280,8 +279,8 @@ def row_jobs(
     """
     tables = (blocks, rows, counts, destinations)
     arrays = [None if table is None else np.ascontiguousarray(table, np.int64) for table in tables]
-    block, row, count, destination = (None if array is None else address_of(array) for array in arrays)
-    table = _Rows(block, block_rows, row_bytes, row, count, destination, address_of(out))
+    block, row, count, destination = (None if array is None else array.ctypes.data for array in arrays)
+    table = _Rows(block, block_rows, row_bytes, row, count, destination, out.ctypes.data)
     table.kept = (*arrays, out)
     if counts is None:
         jobs = _equal_jobs(len(rows), row_bytes, RUN_BYTES).copy()

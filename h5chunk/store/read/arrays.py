@@ -98,7 +98,9 @@ class Parts:
     @cached_property
     def firsts(self) -> np.ndarray:
         """The index of the first part of each run of parts of one block."""
-        return np.flatnonzero(np.diff(self.block, prepend=-1)) if len(self.block) > 1 else np.zeros(len(self.block), int)
+        return (
+            np.flatnonzero(np.diff(self.block, prepend=-1)) if len(self.block) > 1 else np.zeros(len(self.block), int)
+        )
 
     @property
     def sizes(self) -> np.ndarray:

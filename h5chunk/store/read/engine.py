@@ -34,7 +34,6 @@ from h5chunk.native import (
     Blocks,
     BoxCopies,
     Result,
-    address_of,
     available,
     run,
 )
@@ -211,7 +210,9 @@ class BoxReader:
             return
         tasks: list[ReadTask] = []
         if len(parts.block) == 1 and not self.arrays.has_raw:  # the same as below, in a quarter of the time
-            is_whole = parts.sizes * self.arrays.item_bytes >= self.arrays.max_block_bytes if keeps is None else not keeps
+            is_whole = (
+                parts.sizes * self.arrays.item_bytes >= self.arrays.max_block_bytes if keeps is None else not keeps
+            )
             tasks.append(BlockTask(self, parts, np.atleast_1d(is_whole), out))
             parts = parts.some(slice(0))
         if self.arrays.has_raw:
@@ -321,12 +322,12 @@ class BoxReader:
         table["mask"], table["pipeline"] = arrays.blocks.mask[blocks], arrays.codec[array]
         table["num_bytes"] = arrays.block_bytes[array]
         shapes = np.ascontiguousarray(arrays.block)
-        table["shape"] = address_of(shapes) + array * shapes.strides[0]
+        table["shape"] = shapes.ctypes.data + array * shapes.strides[0]
         table["first"], table["end"] = firsts, np.append(firsts[1:], len(parts.block))
         is_whole = self._are_whole(parts, keeps)
         runs = is_whole & (_run_lengths(arrays, parts, out) > 0)  # these are decoded to their places in the output
         places = parts.table[firsts[runs]][:, [0, 1 + arrays.num_axes]] @ [out[:1].nbytes, out[:1, :1].nbytes]
-        table["target"][runs] = address_of(out) + places
+        table["target"][runs] = out.ctypes.data + places
         table["end"][runs] = table["first"][runs]
         kept = self._kept_of(
             table, blocks, ~is_whole & ((arrays.codec[array] != RAW) | (table["num_bytes"] <= SMALL_BYTES))
@@ -347,7 +348,7 @@ class BoxReader:
         ):
             kept = self.cache.find((id(self), block), size, is_made=is_made)
             if kept is not None:
-                table["target"][row], table["state"][row] = address_of(kept.values), address_of(kept.state)
+                table["target"][row], table["state"][row] = kept.values.ctypes.data, kept.state.ctypes.data
                 found.append(kept)
         return found
 
