@@ -191,7 +191,9 @@ def open_episodes(path: Path, wanted: EpisodeFields) -> OpenedEpisodes:
         main = next(iter(rows))
         for length in sorted({*lengths.values()}):
             names = [name for name in rows if lengths[name] == length]
-            own = first.with_fields({name: first.fields[name] for name in names})
+            own = first
+            if len(names) < len(rows):
+                own = H5Reader(path, {name: of_first[name] for name in names}, **wanted.how, file=file)
             if wanted.rows[main].stars:
                 named = [match.name for match in rows[main]]
                 sources.append(EpisodeFile(own, [*_all_episodes(own, file, episodes, wanted)], wanted.rows, named))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -110,25 +110,29 @@ class FileSet(Source):
         fields = {name: computed.field for name, computed in self.readers[0].computed.items()}
         return {
             name: Computed.described(
-                name, (self.num_samples, *field.sample_shape), field.dtype, partial(self._compute, field)
+                name, (self.num_samples, *field.sample_shape), field.dtype, partial(self._compute, name)
             )
             for name, field in fields.items()
         }
 
-    def _compute(self, field: Field, samples: np.ndarray) -> np.ndarray:
-        values = np.empty((len(samples), *field.sample_shape), field.dtype)
-        for number, positions in self.by_file(samples):
-            compute = self.readers[number].computed[field.name].of
-            values[positions] = compute(samples[positions] - self.starts[number])
-        return values
+    def _compute(self, name: str, samples: np.ndarray) -> np.ndarray:
+        return self._of_files(samples, lambda reader, own: reader.computed[name].of(own))
 
     def names_of(self, samples: np.ndarray) -> np.ndarray | None:
         if self.readers[0].names_of(samples[:0]) is None:
             return None
-        names = np.empty(len(samples), object)
-        for number, positions in self.by_file(samples):
-            names[positions] = self.readers[number].names_of(samples[positions] - self.starts[number])
-        return names.astype(np.str_)
+        return self._of_files(samples, lambda reader, own: reader.names_of(own))
+
+    def _of_files(self, samples: np.ndarray, compute: Callable[[Source, np.ndarray], Any]) -> np.ndarray:
+        """Return what a function computes from the samples of each file, whose numbers count from its first one."""
+        if not len(samples):
+            return np.asarray(compute(self.readers[0], samples))
+        found = [
+            (own, compute(self.readers[file], samples[own] - self.starts[file])) for file, own in self.by_file(samples)
+        ]
+        order = np.argsort(np.concatenate([own for own, _ in found]))
+        values: np.ndarray = np.concatenate([values for _, values in found])[order]
+        return values
 
     @cached_property
     def fingerprint(self) -> int:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import nullcontext
-from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -120,17 +119,6 @@ class H5Reader(Source):
         num_samples = next(iter(found.values())).grid.shape[0]
         super().__init__(path, found, num_samples, stamp=stamp, header=header, is_rows=True, **how)
         self.decode = decode
-
-    def with_fields(self, fields: Mapping[str, Field | RaggedField]) -> H5Reader:
-        """Return a reader of other fields of the same file. Raises FieldError if they differ in length."""
-        _check_lengths(self.path, fields.values())
-        other = copy(self)
-        how: dict[str, Any] = {"trusted": self.trusted, "checksums": self.checksums, "sums": self.sums}
-        num_samples = next(iter(fields.values())).grid.shape[0]
-        Source.__init__(
-            other, self.path, fields, num_samples, stamp=self.stamp, header=self.header, is_rows=True, **how
-        )
-        return other
 
     @cached_property
     def fingerprint(self) -> int:
