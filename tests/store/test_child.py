@@ -170,7 +170,7 @@ def test_a_child_that_only_sleeps_is_ended(path: Path, monkeypatch: pytest.Monke
     small(monkeypatch, idle_s=0.2, look_s=0.05)
     with pytest.raises(Stuck, match=r"f\.h5: a process that was started to read it made no progress"):
         in_child(Path("f.h5"), jobs.wait_forever)
-    in_children_too(monkeypatch, "store.read.reader.H5Reader.check_metadata", jobs.wait_forever)
+    in_children_too(monkeypatch, "store.read.files.check_metadata", jobs.wait_forever)
     with pytest.warns(RuntimeWarning, match=r"a\.h5: .* The file is now opened without testing first"):
         assert len(h5chunk.ChunkDataset(path)) == 40
 
@@ -254,7 +254,7 @@ def test_of_several_files_the_one_that_crashes_is_named(path: Path, monkeypatch:
     paths = [path, path.with_name("b.h5"), path.with_name("c.h5")]
     for each in paths[1:]:
         each.write_bytes(path.read_bytes())
-    where = "store.read.reader.H5Reader.check_metadata"
+    where = "store.read.files.check_metadata"
     in_children_too(monkeypatch, where, partial(jobs.crash_at, "b.h5"), before=True)
     with pytest.raises(FileError, match=r"b\.h5: this file crashes HDF5"):
         h5chunk.ChunkDataset(paths)

@@ -67,7 +67,7 @@ CALLS = {
     "read part": "store.hdf5.ranges.VectorTask.__call__",  # of Python's threads: take the fixture python_threads
     "read through HDF5": "store.read.through_hdf5.ThroughHdf5.fill",
     "sync folder": "store.write.output.sync_folder",
-    "touch file": "store.read.reader.H5Reader.check_metadata",
+    "touch file": "store.read.files.check_metadata",
     "wait for window": "feed.read_pool.WindowRead.wait",
 }
 

@@ -21,7 +21,6 @@ from h5chunk.paths import check_path
 from h5chunk.plan.episodes import ends_of_flags
 from h5chunk.remote.mirror import NO_OPTIONS, RemoteOptions
 from h5chunk.store.hdf5.attributes import has_attribute, join_columns, read_attribute
-from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import errors_as, fetched_objects, follow, opened
 from h5chunk.store.hdf5.patterns import Match, Pattern, find_matches, parse
@@ -31,7 +30,7 @@ from h5chunk.store.read.checksums import Sums
 from h5chunk.store.read.encoded import FrameDataset, FrameDecoder
 from h5chunk.store.read.field_readers import read_rows
 from h5chunk.store.read.fields import Field
-from h5chunk.store.read.files import Paths, in_one_file, list_data_files, open_joined, open_reader
+from h5chunk.store.read.files import Paths, in_one_file, list_data_files, open_each, open_joined, open_reader
 from h5chunk.store.read.fileset import Chunks, combined, joined_files
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.reader import H5Reader
@@ -152,7 +151,8 @@ class EpisodeFields(NamedTuple):
     constants: Mapping[str, Pattern]
     attributes: Mapping[str, Any]
     decoder: FrameDecoder
-    how: Mapping[str, Any]  # arguments of `H5Reader`
+    checksums: str
+    decode: str
 
 
 class OpenedEpisodes(NamedTuple):
@@ -165,14 +165,15 @@ class OpenedEpisodes(NamedTuple):
     values: dict[str, list[np.ndarray]]
 
 
-def open_episodes(path: Path, wanted: EpisodeFields) -> OpenedEpisodes:
+def open_episodes(path: Path, wanted: EpisodeFields, trusted: bool) -> OpenedEpisodes:
     """Open what the ``*`` in the path of each field match in a file as episodes, or all rows if there is no ``*``.
 
     Fields whose first datasets have equal lengths have one source. Datasets without axes are constants. Raises
     FieldError if there is no episode, or if an episode lacks a field.
     """
     with opened(path) as file, ExitStack() as held:
-        guard, decode = Guard(path, wanted.how["trusted"]), wanted.how["decode"]
+        guard = Guard(path, trusted)
+        how: dict[str, Any] = {"trusted": trusted, "checksums": wanted.checksums, "decode": wanted.decode, "file": file}
         patterns = {**wanted.rows, **wanted.constants}
         matches = {name: find_matches(file, guard, each) for name, each in patterns.items()}
         held.enter_context(fetched_objects(file, [match.path for each in matches.values() for match in each]))
@@ -182,7 +183,7 @@ def open_episodes(path: Path, wanted: EpisodeFields) -> OpenedEpisodes:
             raise OptionError("fields has no dataset with a row per time step: name one, such as the actions")
         episodes = _by_episode(path, rows)
         of_first = {name: FrameDataset(dataset, wanted.decoder) for name, dataset in episodes[0].items()}
-        first = H5Reader(path, of_first, **wanted.how, file=file, are_alike=False)
+        first = H5Reader(path, of_first, **how, are_alike=False)
         lengths = {name: field.grid.shape[0] for name, field in first.fields.items()}
         if max(lengths.values()) > 2 * min(lengths.values()) + 1:
             listed = ", ".join(f"{episodes[0][name]!r} has {length}" for name, length in [*lengths.items()][:8])
@@ -191,17 +192,18 @@ def open_episodes(path: Path, wanted: EpisodeFields) -> OpenedEpisodes:
         main = next(iter(rows))
         for length in sorted({*lengths.values()}):
             names = [name for name in rows if lengths[name] == length]
-            own = first
+            own: Any = first
             if len(names) < len(rows):
-                own = H5Reader(path, {name: of_first[name] for name in names}, **wanted.how, file=file)
+                own = H5Reader(path, {name: of_first[name] for name in names}, **how)
             if wanted.rows[main].stars:
-                named = [match.name for match in rows[main]]
-                sources.append(EpisodeFile(own, [*_all_episodes(own, file, episodes, wanted)], wanted.rows, named))
-            else:
-                sources.append(own)
+                joined = [*_all_episodes(own, episodes, wanted.decoder, how)]
+                own = EpisodeFile(own, joined, wanted.rows, [match.name for match in rows[main]])
+            sources.append(own)
         texts = [match.texts for match in rows[main]]
         values = {
-            name: _constants(file, guard, own, texts, decode) for name, own in matches.items() if name not in rows
+            name: _constants(file, guard, own, texts, wanted.decode)
+            for name, own in matches.items()
+            if name not in rows
         }
         depth = max([*wanted.rows[main].stars, -1]) + 1
         groups = ["/".join(episode[main].split("/")[:depth]) or "/" for episode in episodes]
@@ -211,17 +213,21 @@ def open_episodes(path: Path, wanted: EpisodeFields) -> OpenedEpisodes:
 
 
 def _all_episodes(
-    first: H5Reader, file: h5py.File, episodes: Sequence[Mapping[str, str]], wanted: EpisodeFields
+    first: H5Reader, episodes: Sequence[Mapping[str, str]], decoder: FrameDecoder, how: Mapping[str, Any]
 ) -> Iterator[Episode]:
-    """Yield the episodes of a file, of which ``first`` reads some fields of the first one."""
+    """Yield the episodes of a file, of which ``first`` reads some fields of the first one.
+
+    ``how`` are arguments of `H5Reader`.
+    """
+    file = how["file"]
     yield Episode(first.fields, {}, first.sums)
     types = {name: file[field.dataset].id.get_type() for name, field in first.fields.items()}
     for episode in episodes[1:]:
         datasets = {name: episode[name] for name in first.fields}
         alike = _like_first(first, types, file, datasets)
         if alike is None:
-            encoded = {name: FrameDataset(dataset, wanted.decoder) for name, dataset in datasets.items()}
-            own = H5Reader(first.path, encoded, **wanted.how, file=file)
+            encoded = {name: FrameDataset(dataset, decoder) for name, dataset in datasets.items()}
+            own = H5Reader(first.path, encoded, **how)
             alike = Episode(own.fields, {}, own.sums)
         yield alike
 
@@ -379,12 +385,10 @@ def open_frames(
         return Episodes([joined], borders, numbers if tables else episode_names(joined), {})
     rows = parse("fields", {name: path for name, path in fields.items() if name not in constants})
     alone = {name: parse("fields", {name: fields[name]})[name] for name in fields if name in constants}
-    how = {"trusted": trusted, "checksums": checksums, "decode": decode}
-    wanted = EpisodeFields(rows, alone, attributes, decoder, how)
+    wanted = EpisodeFields(rows, alone, attributes, decoder, checksums, decode)
     files = list_data_files(path, remote)
     with in_one_file(files, fields):
-        tried = {} if trusted else try_files(files, open_episodes, wanted, purpose=repr(wanted))
-        of_files = [tried.get(file) or open_episodes(file, wanted) for file in files]
+        of_files: list[OpenedEpisodes] = open_each(files, open_episodes, wanted, trusted=trusted)
     kinds = [[sorted(source.fields) for source in each.sources] for each in of_files]
     for file, kind in zip(files, kinds, strict=True):
         if kind != kinds[0]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,7 +23,7 @@ from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.hdf5.lookalike import describe_lookalike
 from h5chunk.store.hdf5.patterns import natural
 from h5chunk.store.read.checksums import OFF
-from h5chunk.store.read.field_readers import read_rows
+from h5chunk.store.read.field_readers import field_readers, read_rows
 from h5chunk.store.read.fields import SAMPLE_NUMBER, Stored
 from h5chunk.store.read.fileset import joined_files, set_name
 from h5chunk.store.read.joined import DROP, Joined, check_positions, rows_by_key
@@ -157,16 +157,37 @@ def reopen_with_fields(reader: Source, fields: Mapping[str, str]) -> Source:
 
 
 def _open(files: list[Path], fields: Stored | None, name: Path, trusted: bool, checksums: str, decode: str) -> Source:
-    """Open files. Untrusted files are first opened in a child process, because they may crash HDF5."""
-    options: dict[str, Any] = {"trusted": trusted, "checksums": checksums, "decode": decode}
-    tried: dict[Path, H5Reader] = {}
-    if trusted is False:
-        with in_one_file(files, fields):
-            tried = try_files(files, _read_metadata, fields, options, purpose=(repr(fields), checksums, decode))
-    readers = [tried.get(file) or H5Reader(file, fields, **options) for file in files]
+    with in_one_file(files, fields):
+        readers = open_each(files, _open_file, fields, checksums, decode, trusted=trusted)
     if reason := readers[0].why_no_labels:
         warnings.warn(f"{reason}; batches have no labels", stacklevel=4)
     return joined_files(readers, name)
+
+
+def _open_file(path: Path, fields: Stored | None, checksums: str, decode: str, trusted: bool) -> H5Reader:
+    return H5Reader(path, fields, trusted=trusted, checksums=checksums, decode=decode)
+
+
+def open_each(files: Sequence[Path], open_file: Callable[..., Any], *how: Any, trusted: bool) -> list[Any]:
+    """Return ``open_file(path, *how, trusted)`` for each file: a source, or an object that has ``sources``.
+
+    Untrusted files are first opened in a child process, with all metadata for reading, because they may crash HDF5.
+    """
+    tried = {} if trusted else try_files(files, _tried, open_file, (*how, trusted), purpose=(open_file, repr(how)))
+    return [tried.get(file) or open_file(file, *how, trusted) for file in files]
+
+
+def _tried(path: Path, open_file: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    opened = open_file(path, *arguments)
+    for source in [opened] if isinstance(opened, Source) else opened.sources:
+        check_metadata(source)
+    return opened
+
+
+def check_metadata(source: Source) -> None:
+    """Read all metadata that is needed to read samples, but no samples. Raises FileError if it is damaged."""
+    assert source.fingerprint is not None
+    field_readers(source)
 
 
 @contextmanager
@@ -179,12 +200,6 @@ def in_one_file(files: Sequence[Path], fields: Stored | None) -> Iterator[None]:
             raise
         remedy = f"if each file has other fields of the same samples, pass the file of each field: {MAPPING}"
         raise FieldError(f"{error}; {remedy}") from None
-
-
-def _read_metadata(path: Path, fields: Stored | None, options: Mapping[str, Any]) -> H5Reader:
-    reader = H5Reader(path, fields, **options)
-    reader.check_metadata()
-    return reader
 
 
 def list_files(path: Paths, remote: RemoteOptions = NO_OPTIONS, *, complete: bool = False) -> list[Path]:

@@ -25,7 +25,6 @@ from h5chunk.store.hdf5.chunk_table import list_chunks
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import descriptor_of, opened
 from h5chunk.store.read.checksums import FIRST, OFF, ChunkChecks, read_sums
-from h5chunk.store.read.field_readers import field_readers
 from h5chunk.store.read.fields import Contents, Field, Stored, default_fields, describe_field, with_members
 from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField, read_image_sizes
 from h5chunk.store.read.samples import Part
@@ -167,8 +166,3 @@ class H5Reader(Source):
             self.check_unchanged()
             stored = opening.file(self, file, number)
             return {name: self.fields[name].part(stored) for name in names}
-
-    def check_metadata(self) -> None:
-        """Read all metadata that is needed to read samples, but no samples. Raises FileError if it is damaged."""
-        assert self.fingerprint is not None
-        field_readers(self)

@@ -16,7 +16,6 @@ import numpy as np
 from h5chunk.errors import FieldError, OptionError, names_text, printable, shown
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.patches import RandomPatches, Tiles
-from h5chunk.store.hdf5.child import try_files
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import fetched_objects, opened
 from h5chunk.store.hdf5.patterns import find_matches, parse
@@ -24,6 +23,7 @@ from h5chunk.store.read.arrays import Arrays
 from h5chunk.store.read.engine import CACHE_BYTES, BlockCache, BoxReader
 from h5chunk.store.read.field_readers import Opening
 from h5chunk.store.read.fields import Contents, Field, exists
+from h5chunk.store.read.files import open_each
 from h5chunk.store.read.fileset import CATEGORIES_REMEDY, set_name
 from h5chunk.store.read.open_files import OpenFiles
 from h5chunk.store.read.raw import read_box
@@ -263,8 +263,12 @@ class VolumeFile(NamedTuple):
     volumes: dict[str, list[str]]
     texts: list[str]
 
+    @property
+    def sources(self) -> list[H5Reader]:
+        return [self.reader]
 
-def _open_file(path: Path, fields: Mapping[str, str], decode: str, trusted: bool, checksums: str) -> VolumeFile:
+
+def _open_file(path: Path, fields: Mapping[str, str], decode: str, checksums: str, trusted: bool) -> VolumeFile:
     guard = Guard(path, trusted)
     with opened(path) as file, ExitStack() as held:
         contents, listed = Contents(file, guard), dict[str, dict[str, str]]()  # datasets by the texts that * matches
@@ -287,12 +291,6 @@ def _open_file(path: Path, fields: Mapping[str, str], decode: str, trusted: bool
     return VolumeFile(reader, {name: [own[text] for text in texts] for name, own in listed.items()}, texts)
 
 
-def _probe(path: Path, *opened_as: Any) -> VolumeFile:
-    opened = _open_file(path, *opened_as)
-    opened.reader.check_metadata()
-    return opened
-
-
 def open_volumes(
     files: Sequence[Path],
     fields: Mapping[str, str],
@@ -309,9 +307,7 @@ def open_volumes(
     spatial come "first" or "last"; None if it has no others. Raises OptionError if a dataset has others nevertheless,
     or if a file has no checksums that are to be compared.
     """
-    opened_as = fields, decode, trusted, checksums
-    tried = {} if trusted else try_files(files, _probe, *opened_as, purpose=repr(opened_as))
-    of_files = [tried.get(path) or _open_file(path, *opened_as) for path in files]
+    of_files = open_each(files, _open_file, fields, decode, checksums, trusted=trusted)
     found: dict[str, VolumeField] = {}
     names: list[str] = []
     for number, (reader, volumes, texts) in enumerate(of_files):

@@ -23,7 +23,7 @@ from h5chunk.store.hdf5.child import limited_memory
 from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.read.fields import Field, MatrixField
-from h5chunk.store.read.files import SUFFIXES
+from h5chunk.store.read.files import SUFFIXES, check_metadata
 from h5chunk.store.read.ragged import ImagesField
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.write.part_file import reason_of
@@ -152,7 +152,7 @@ def study_file(
 
     with limited_memory(Path(path), trusted):
         reader = H5Reader(path, fields, trusted=trusted)
-        reader.check_metadata()
+        check_metadata(reader)
     sample_bytes = check_samples(reader, "tuned")
     why = why_not_direct(reader)
     facts = DataFacts(
