@@ -12,13 +12,12 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.selection import FixedSelection
 from h5chunk.remote.mirror import Hold, Mirror, page_runs
 from h5chunk.remote.pages import GAP_PAGES, PAGE, Runs
-from h5chunk.store.hdf5.ranges import Ranges
 from h5chunk.store.read.samples import FieldReader
 from h5chunk.store.read.source import Source
 
 TABLE_BYTES = 2 * PAGE  # for blocks in which a file system lists the extents of a sparse file, and counts as its size
 
-Wanted = Mapping[Mirror, Ranges]  # byte ranges that are about to be fetched
+Wanted = Mapping[Mirror, Runs]  # pages that are about to be read
 
 
 class DiskCache:
@@ -42,20 +41,19 @@ class DiskCache:
         """
         if self._limit is None:
             return 0
-        runs = {mirror: page_runs(*ranges) for mirror, ranges in wanted.items()}
-        needed = num_windows * PAGE * sum(stop - first for each in runs.values() for first, stop in each)
+        needed = num_windows * PAGE * sum(stop - first for each in wanted.values() for first, stop in each)
         if needed > self._limit:
             raise OptionError(
                 f"cache_bytes is {exact_bytes(self._limit)}, but the windows that are read at the same time need "
                 f"{exact_bytes(needed)}: pass a cache_bytes of at least {needed}"
             )
-        absent = PAGE * sum(_num_fetched(mirror.pages.absent(each)) for mirror, each in runs.items())
+        absent = PAGE * sum(_num_fetched(mirror.pages.absent(each)) for mirror, each in wanted.items())
         excess = absent + self.pending_bytes + self._disk_bytes() + TABLE_BYTES - self._limit
         if absent and excess > 0:
             self._free(excess)
         return absent
 
-    def hold_all(self, order: Order, names: Collection[str]) -> list[Hold] | None:
+    def hold_all(self, order: Order, names: Collection[str]) -> Hold | None:
         """Hold all data of the fields ``names`` that an epoch may use. Return None if some of it is not cached."""
         samples = order.selection.samples if isinstance(order.selection, FixedSelection) else None
         wanted: dict[Mirror, list[tuple[np.ndarray, np.ndarray]]] = {}
@@ -70,11 +68,10 @@ class DiskCache:
         runs = {mirror: page_runs(*map(np.concatenate, zip(*each, strict=True))) for mirror, each in wanted.items()}
         if any(not mirror.keeps or mirror.pages.absent(each) for mirror, each in runs.items()):
             return None
-        holds = [Hold(mirror, each) for mirror, each in runs.items()]
-        if not any(hold.absent for hold in holds):
-            return holds
-        for hold in holds:  # some pages were evicted in the meantime
-            hold.drop()
+        hold = Hold(runs)
+        if not hold.absent:
+            return hold
+        hold.close()  # some pages were evicted in the meantime
         return None
 
     def _disk_bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from h5chunk.errors import FileError, H5ChunkError, OptionError
@@ -14,31 +14,9 @@ from h5chunk.plan.order import Order, Window
 from h5chunk.remote.client import client
 from h5chunk.remote.mirror import Hold
 from h5chunk.store.hdf5.ranges import ReadTask
-from h5chunk.store.read.open_files import hold_ranges, remote_ranges
+from h5chunk.store.read.open_files import remote_pages
 from h5chunk.store.read.samples import FieldReader
 from h5chunk.store.read.source import Source
-
-
-class _Holds:
-    """Holds on the cached pages of a window until it is read. `keep` and `close` may be called in either order."""
-
-    def __init__(self) -> None:
-        self._holds: Sequence[Hold] = ()
-        self._is_over, self._lock = False, threading.Lock()
-
-    def keep(self, holds: Sequence[Hold]) -> None:
-        with self._lock:
-            self._holds = holds
-            is_over = self._is_over
-        if is_over:
-            self.close()
-
-    def close(self) -> None:
-        """Allow the pages to be evicted."""
-        with self._lock:
-            holds, self._holds, self._is_over = self._holds, (), True
-        for hold in holds:
-            hold.close()
 
 
 class RemoteReadPool(ReadPool):
@@ -55,9 +33,9 @@ class RemoteReadPool(ReadPool):
         **options: Any,
     ) -> None:
         self._order, self._num_windows, self._cache = order, num_windows, DiskCache(reader, fields)
-        self._fetched: dict[int, tuple[WindowRead, int]] = {}  # windows being fetched, and their numbers of tasks
+        self._fetched: dict[int, WindowRead] = {}  # windows being fetched, none of whose tasks has begun
         self._looked = -1  # the last epoch in which `_become_local` was called
-        self._held = _Holds()  # of all pages, once they are cached
+        self._held: Hold | None = None  # on all pages, once they are cached
         super().__init__(reader, fields, num_threads, **options)
 
     @property
@@ -75,10 +53,9 @@ class RemoteReadPool(ReadPool):
 
     def _become_local(self) -> None:
         """If all data is in the cache, hold it there until the pool is closed."""
-        holds = self._cache.hold_all(self._order, set(self._fields) - set(self._whole))
-        if holds is None:
+        self._held = self._cache.hold_all(self._order, set(self._fields) - set(self._whole))
+        if self._held is None:
             return
-        self._held.keep(holds)
         self.is_local = True
         if not self.files.are_several:
             self.files.use_local_copies()  # so that their pages are not held a second time
@@ -95,42 +72,45 @@ class RemoteReadPool(ReadPool):
         if self.is_local:
             super()._begin(load, all_tasks, tasks)
             return
-        self._fetched[id(load)] = load, load.num_left
-        holds = _Holds()
-        load.at_end = holds.close
-        begin, cache, num_bytes = super()._begin, self._cache, 0
+        begin, cache = super()._begin, self._cache
+        try:
+            wanted = remote_pages(all_tasks, self.files)
+            num_bytes = cache.make_room(wanted, self._num_windows)
+        except (FileError, OptionError) as error:
+            _drop(load, error)
+            return
+        hold = Hold(wanted)
+        load.at_end = hold.close
+        self._fetched[id(load)] = load
+        cache.pending_bytes += num_bytes
 
         def then(error: H5ChunkError | None) -> None:
             cache.pending_bytes -= num_bytes
+            if self._fetched.pop(id(load), None) is None:  # it was cancelled
+                return
             if error is not None:
-                self._drop(id(load), error)
-            elif self._fetched.pop(id(load), None) is not None:  # else it was cancelled
+                _drop(load, error)
+            else:
                 begin(load, all_tasks, tasks)
 
-        try:
-            ranges = remote_ranges(all_tasks, self.files)
-            num_bytes = cache.make_room(ranges, self._num_windows)
-            cache.pending_bytes += num_bytes
-            holds.keep(hold_ranges(ranges, then))
-        except (FileError, OptionError) as error:
-            then(error)
-
-    def _drop(self, number: int, error: H5ChunkError | None = None) -> None:
-        """Drop the read tasks of a window whose bytes are being fetched. The window then ends with an error.
-
-        The error is ``error`` or, if that is None, the error of a closed pool.
-        """
-        load, num_tasks = self._fetched.pop(number, (None, 0))
-        for _ in range(num_tasks if load is not None else 0):
-            load.error = load.error or error  # type: ignore[union-attr]
-            load.drop()  # type: ignore[union-attr]
+        hold.fetch(then)
 
     def _end(self, threads: list[threading.Thread]) -> None:
         super()._end(threads)
-        self._held.close()
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
 
     def cancel(self) -> None:
         """See `ReadPool.cancel`."""
         for number in list(self._fetched):
-            self._drop(number)
+            if (load := self._fetched.pop(number, None)) is not None:
+                _drop(load)
         super().cancel()
+
+
+def _drop(load: WindowRead, error: H5ChunkError | None = None) -> None:
+    """Drop all tasks of a window, which ends with an error; by default, with that of a closed pool."""
+    load.error = load.error or error
+    for _ in range(load.num_left):
+        load.drop()

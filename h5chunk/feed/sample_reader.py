@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -33,10 +33,11 @@ from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import INTERLEAVE, Order
+from h5chunk.remote.mirror import Hold
 from h5chunk.stamp import stamp_of
 from h5chunk.store.read.field_readers import field_readers, read_small_fields
 from h5chunk.store.read.fields import Field, MatrixField
-from h5chunk.store.read.open_files import OpenFiles, held_ranges, remote_ranges
+from h5chunk.store.read.open_files import OpenFiles, remote_pages
 from h5chunk.store.read.ragged import ImagesField, RaggedField, SeriesField
 from h5chunk.store.read.reader import Source
 from h5chunk.transforms import (
@@ -447,9 +448,9 @@ class _OpenFields:
                 for part in tasks:
                     part(self.files)
                 return
-            ranges = remote_ranges(tasks := list(tasks), self.files)
-            self._cache.make_room(ranges)
-            with held_ranges(ranges):
+            wanted = remote_pages(tasks := list(tasks), self.files)
+            self._cache.make_room(wanted)
+            with closing(Hold(wanted).fetched()):
                 for part in tasks:
                     part(self.files)
         except FileError:

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from h5chunk import errors
-from h5chunk.errors import FileError, OptionError, check_whole
+from h5chunk.errors import FileError, H5ChunkError, OptionError, check_whole
 from h5chunk.paths import expanded
 from h5chunk.remote import client
+from h5chunk.remote.countdown import Countdown
 from h5chunk.remote.pages import OBJECT, PAGE, Pages, Runs, pages_of
 from h5chunk.stamp import keep_stamp
 from h5chunk.urls import local_copies, without_query
@@ -64,32 +65,60 @@ class Descriptor(int):
 
 
 class Hold:
-    """A lock that protects pages of a sparse copy from being freed until `close`."""
+    """Protects pages of sparse copies from being freed until `close`. `fetch` fetches those that are absent."""
 
-    def __init__(self, mirror: Mirror, runs: Runs) -> None:
-        self._mirror, self._pages, self.runs = mirror, mirror.pages, runs
-        self._lock = threading.Lock()
-        self._pages.hold(runs)
-        self.absent = self._pages.absent(runs)
-        self._uses = 1 + bool(self.absent)  # one by the caller, and one by the fetch
-        self.cancel: Callable[[], object] | None = None  # cancels the fetch
+    def __init__(self, runs: Mapping[Mirror, Runs]) -> None:
+        self.runs = runs
+        for mirror, own in runs.items():
+            mirror.pages.hold(own)
+        absent = {mirror: mirror.pages.absent(own) for mirror, own in runs.items()}
+        self.absent = {mirror: own for mirror, own in absent.items() if own}
+        self._uses, self._lock = 1, threading.Lock()  # one by the caller, and one by the fetch
+        self._cancels: list[Callable[[], object]] = []
+
+    def fetch(self, then: Callable[[H5ChunkError | None], None]) -> None:
+        """Fetch the absent pages. ``then`` is called with None once all are present, or with an error."""
+        if not self.absent:
+            then(None)
+            return
+
+        def end(error: H5ChunkError | None) -> None:
+            self._cancels.clear()
+            self.close()
+            then(error)
+
+        self._uses += 1
+        count = Countdown[H5ChunkError | None](end)
+        for mirror, runs in self.absent.items():
+            part = count.add()
+            try:
+                self._cancels.append(mirror.request(runs, part))
+            except H5ChunkError as error:
+                part(error)
+        count.end(None)
+
+    def fetched(self) -> Hold:
+        """Wait until the absent pages have been fetched. Raises an error, and ends the hold, if that fails."""
+        future = Future[H5ChunkError | None]()
+        self.fetch(future.set_result)
+        if (error := future.result()) is not None:
+            self.close()
+            raise error
+        return self
 
     def close(self, *, frees: bool = True) -> None:
         """Release the pages. Once they are fetched they are freed, unless there is a cache, or not ``frees``."""
         with self._lock:
             self._uses -= 1
             is_over = not self._uses
-        if not is_over and self.cancel is not None:
-            self.cancel()
-        if is_over:
-            unheld = self._pages.release(self.runs)
-            if unheld and frees and not self._mirror.keeps:
-                self._mirror.free(unheld)
-
-    def drop(self) -> None:
-        """Release the pages even if absent pages were not fetched."""
-        self._uses = 1
-        self.close()
+        if not is_over:
+            for cancel in tuple(self._cancels):
+                cancel()
+            return
+        for mirror, runs in self.runs.items():
+            unheld = mirror.pages.release(runs)
+            if unheld and frees and not mirror.keeps:
+                mirror.free(unheld)
 
 
 class Mirror:
@@ -119,40 +148,21 @@ class Mirror:
             self._opened = os.getpid(), Pages(Path(self._folder))
         return self._opened[1]
 
-    def hold(self, offsets: Any, sizes: Any, then: Callable[[FileError | None], None]) -> Hold:
-        """Hold the pages of byte ranges, and fetch absent pages.
-
-        ``offsets`` and ``sizes``, in bytes, are integers or (n,) arrays. ``then`` is called with None once all pages
-        are present, or with an error.
-        """
-        hold = Hold(self, page_runs(np.atleast_1d(offsets), np.atleast_1d(sizes)))
-        if not hold.absent:
-            then(None)
-            return hold
-        try:
-            connection = self._connection()
-        except BaseException:
-            hold.drop()
-            raise
-
-        def end(reply: dict[str, Any]) -> None:
-            hold.cancel = None
-            hold.close()
-            then(FileError(reply["error"]) if reply["error"] else None)
-
-        message = {"op": "fetch", "folder": self._folder, "runs": hold.absent, "keeps": self.keeps}
-        number = connection.send(message, end)
-        hold.cancel = lambda: connection.send({"op": "cancel", "fetch": number}, None)
-        return hold
-
     def held(self, offsets: Any, sizes: Any) -> Hold:
-        """Hold the pages of byte ranges, and wait until all are present. Raises FileError if a request fails."""
-        future = Future[FileError | None]()
-        hold = self.hold(offsets, sizes, future.set_result)
-        if (error := future.result()) is not None:
-            hold.close()
-            raise error
-        return hold
+        """Hold the pages of byte ranges, and wait until all are present. Raises FileError if a request fails.
+
+        ``offsets`` and ``sizes``, in bytes, are (n,) arrays.
+        """
+        return Hold({self: page_runs(offsets, sizes)}).fetched()
+
+    def request(self, runs: Runs, then: Callable[[FileError | None], None]) -> Callable[[], object]:
+        """Request pages, and return a function that cancels this. ``then`` is called with None or an error."""
+        connection = self._connection()
+        number = connection.send(
+            {"op": "fetch", "folder": self._folder, "runs": runs, "keeps": self.keeps},
+            lambda reply: then(FileError(reply["error"]) if reply["error"] else None),
+        )
+        return lambda: connection.send({"op": "cancel", "fetch": number}, None)
 
     def _connection(self) -> client.Client:
         connection = client.client()
@@ -193,7 +203,7 @@ class Mirror:
     def hold_metadata(self, offsets: Any, sizes: Any) -> Hold:
         """Hold byte ranges as `held` does, until `release`."""
         hold = self.held(offsets, sizes)
-        for first, stop in hold.runs:
+        for first, stop in hold.runs[self]:
             self._holds[first:stop] += 1
         return hold
 
@@ -207,11 +217,11 @@ class Mirror:
         if self._retained is not None and self.cache_bytes is None:
             self._retained.append(hold)
             return
-        for first, stop in hold.runs:
+        for first, stop in hold.runs[self]:
             self._holds[first:stop] -= 1
         hold.close()
         if self.keeps and self.cache_bytes is not None:
-            self.pages.free(hold.runs)
+            self.pages.free(hold.runs[self])
 
     @contextmanager
     def without_keeping(self) -> Iterator[None]:
@@ -222,7 +232,7 @@ class Mirror:
         finally:
             self._retained = None
             for hold in retained:
-                for first, stop in hold.runs:
+                for first, stop in hold.runs[self]:
                     self._holds[first:stop] -= 1
                 hold.close(frees=False)
 

@@ -89,7 +89,7 @@ class MirrorFile:
         children = _children(node)
         while num_bytes < limit and len(missing := self._mirror.missing(children)):
             held.append(_held_objects(self._mirror, missing, NODE_BYTES))
-            num_bytes += PAGE * sum(stop - first for first, stop in held[-1].runs)
+            num_bytes += PAGE * sum(stop - first for first, stop in held[-1].runs[self._mirror])
             descriptor = self._mirror.pages.descriptor
             nodes = (os.pread(descriptor, len(node), child) for child in children.tolist() if child >= 0)
             children = np.concatenate([_children(memoryview(each)) for each in nodes if each[:4] == b"TREE"] or [NONE])

@@ -711,6 +711,25 @@ def test_pages_that_are_kept_stay_kept_when_they_are_fetched_again(photos, tmp_p
     assert pages.present()[kept] == 2 and pages.present()[absent] == 0
 
 
+def test_pages_are_not_freed_while_they_are_fetched(photos, tmp_path):
+    """By the same process, for another reader: they would be marked as present, but be empty."""
+    with served(photos) as server:
+        h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_dir=tmp_path)
+    (table,) = tmp_path.rglob("pages")
+    pages = Pages(table.parent)
+    first = pages.present().index(b"\0\0")
+    data = photos.read_bytes()[first * PAGE : (first + 1) * PAGE]
+    with pages.fetching(first, first + 1):
+        pages.put(first, first + 1, data)
+        pages.free([(first, first + 2)])
+        assert pages.present()[first] == 1
+    with (table.parent / "object.h5").open("rb") as copy:
+        copy.seek(first * PAGE)
+        assert copy.read(PAGE) == data
+    pages.free([(first, first + 1)])
+    assert pages.present()[first] == 0
+
+
 def test_a_node_fetches_only_its_own_chunks(photos, tmp_path, monkeypatch):
     """With locality, in three epochs of two ranks on each of two nodes; without, both fetch nearly everything."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import FileError, printable
-from h5chunk.remote.countdown import Countdown
-from h5chunk.remote.mirror import Descriptor, Hold, Mirror
+from h5chunk.remote.mirror import Descriptor, Mirror, page_runs
+from h5chunk.remote.pages import Runs
 from h5chunk.store.hdf5.ranges import Ranges, open_descriptor
 
 MAX_OPEN = 64  # files of one source that may stay open
@@ -102,8 +101,8 @@ def with_remedy(error: FileError, num_files: int) -> FileError:
     return FileError(f"{error}. Raise the limit with ulimit -n, or combine the {num_files} files into fewer ones")
 
 
-def remote_ranges(tasks: Iterable[Any], files: OpenFiles) -> dict[Mirror, Ranges]:
-    """Return the byte ranges that tasks read from remote objects."""
+def remote_pages(tasks: Iterable[Any], files: OpenFiles) -> dict[Mirror, Runs]:
+    """Return the pages that tasks read from remote objects."""
     by_mirror: dict[Mirror, list[Ranges]] = {}
     for task in tasks:
         for number, ranges in task.ranges:
@@ -111,28 +110,6 @@ def remote_ranges(tasks: Iterable[Any], files: OpenFiles) -> dict[Mirror, Ranges
             if isinstance(descriptor, Descriptor):
                 by_mirror.setdefault(descriptor.mirror, []).append(ranges)
     return {
-        mirror: (np.concatenate([each[0] for each in ranges]), np.concatenate([each[1] for each in ranges]))
+        mirror: page_runs(*(np.concatenate(each) for each in zip(*ranges, strict=True)))
         for mirror, ranges in by_mirror.items()
     }
-
-
-def hold_ranges(ranges: Mapping[Mirror, Ranges], then: Callable[[FileError | None], None]) -> list[Hold]:
-    """Hold byte ranges of remote objects. ``then`` is called with None once they are local, or with an error."""
-    joint = Countdown[FileError | None](then)
-    holds = [mirror.hold(offsets, sizes, joint.add()) for mirror, (offsets, sizes) in ranges.items()]
-    joint.end(None)
-    return holds
-
-
-@contextmanager
-def held_ranges(ranges: Mapping[Mirror, Ranges]) -> Iterator[None]:
-    """Fetch byte ranges of remote objects, and hold them within a context. Raises FileError if fetching fails."""
-    future = Future[FileError | None]()
-    holds = hold_ranges(ranges, future.set_result)
-    try:
-        if (error := future.result()) is not None:
-            raise error
-        yield
-    finally:
-        for hold in holds:
-            hold.close()
