@@ -48,7 +48,10 @@ TEXTS = (
     (b"<error", "it is XML, such as an error message of an object store"),
     (b"{", "it is JSON, such as an error message of a server"),
 )
-ZARR = (".zarray", ".zgroup", ".zattrs", "zarr.json")
+ZARR_FILES = (".zarray", ".zgroup", ".zattrs", "zarr.json")
+ZARR = (
+    "it is a Zarr folder: read its arrays with zarr.open, and convert them with h5chunk.convert({'x': array}, 'new.h5')"
+)
 
 
 def describe_lookalike(path: str | os.PathLike[str]) -> str:
@@ -59,7 +62,7 @@ def describe_lookalike(path: str | os.PathLike[str]) -> str:
     path = Path(path)
     try:
         if path.is_dir():
-            return _of_folder(path)
+            return ZARR if any((path / name).exists() for name in ZARR_FILES) else ""
         if not path.is_file():
             return ""
         with path.open("rb") as file:
@@ -86,15 +89,6 @@ def describe_lookalike(path: str | os.PathLike[str]) -> str:
         return "it begins like a zip archive, but is incomplete: copy or download it again"
     if head.startswith(b"PK\x03\x04"):
         return _of_zip(names).replace("NAME", name)
-    return ""
-
-
-def _of_folder(path: Path) -> str:
-    if any((path / name).exists() for name in ZARR):
-        return (
-            "it is a Zarr folder: read its arrays with zarr.open, and convert them with "
-            "h5chunk.convert({'x': array}, 'new.h5')"
-        )
     return ""
 
 

@@ -248,50 +248,6 @@ def vectors_of(sizes: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> 
     return vectors
 
 
-def row_jobs(
-    blocks: np.ndarray,
-    block_rows: int,
-    row_bytes: int,
-    rows: np.ndarray,
-    counts: np.ndarray | None,
-    destinations: np.ndarray,
-    out: np.ndarray,
-) -> tuple[np.ndarray, object]:
-    """Return jobs of about `RUN_BYTES` each that read rows of a file into rows of an array.
-
-    Parameters
-    ----------
-    blocks : (num_blocks,) int64
-        Offset in the file of each block of ``block_rows`` rows of ``row_bytes`` bytes.
-    rows, counts, destinations : (n,) int64
-        Row ``rows[i]`` of the file is read to row ``destinations[i]`` of ``out``. With ``counts``, it is the first of
-        ``counts[i]`` rows to read.
-    out : array
-        C-contiguous.
-
-    Returns
-    -------
-    jobs : (num_jobs,) JOB
-        Jobs without file descriptors.
-    kept : object
-        Memory that the jobs refer to, which the caller must keep alive. Its addresses ``rows`` and ``destinations`` may
-        be changed.
-    """
-    tables = (blocks, rows, counts, destinations)
-    arrays = [None if table is None else np.ascontiguousarray(table, np.int64) for table in tables]
-    block, row, count, destination = (None if array is None else array.ctypes.data for array in arrays)
-    table = _Rows(block, block_rows, row_bytes, row, count, destination, out.ctypes.data)
-    table.kept = (*arrays, out)
-    if counts is None:
-        jobs = _equal_jobs(len(rows), row_bytes, RUN_BYTES).copy()
-    else:
-        ends = np.cumsum(counts) * row_bytes
-        parts = np.arange(RUN_BYTES, max(1, int(ends[-1])), RUN_BYTES)
-        jobs = _jobs_of(np.unique(np.concatenate([[0], np.searchsorted(ends, parts), [len(rows)]])), ends)
-    jobs["source"] = ctypes.addressof(table)
-    return jobs, table
-
-
 @functools.lru_cache(16)
 def _equal_jobs(num_rows: int, row_bytes: int, most_bytes: int) -> np.ndarray:
     job_rows = max(1, most_bytes // max(1, row_bytes))
@@ -313,7 +269,7 @@ def vector_tasks(
     The arrays are (n,) int64, with n > 0. Adjacent ranges share a system call. Native threads get a single task.
     """
     if available():
-        yield VectorTask(*row_jobs(offsets, 1, 1, np.arange(len(offsets)), sizes, destinations, out), out, where, file)
+        yield from row_tasks((offsets, 1, 1), np.arange(len(offsets)), sizes, destinations, out, where, file)
         return
     vectors = vectors_of(sizes, destinations, out)
     groups = (np.cumsum(sizes) - 1) // RUN_BYTES
@@ -339,15 +295,28 @@ def row_tasks(
     """Yield tasks that read row ``rows[i]`` of a file to row ``destinations[i]`` of ``out``.
 
     With ``counts``, ``rows[i]`` is the first of ``counts[i]`` rows to read. ``blocks`` has the offsets of the file's
-    blocks, the number of rows in each block, and the bytes per row. The other arrays are (n,) int64, with n > 0.
+    blocks, the number of rows in each block, and the bytes per row. The other arrays are (n,) int64, with n > 0. Native
+    threads get a single task, whose jobs read about `RUN_BYTES` each.
     """
-    if available():
-        yield VectorTask(*row_jobs(*blocks, rows, counts, destinations, out), out, where, file)
-        return
     starts, block_rows, row_bytes = blocks
-    offsets = starts[rows // block_rows] + rows % block_rows * row_bytes
-    sizes = np.full(len(rows), row_bytes) if counts is None else counts * row_bytes
-    yield from vector_tasks(offsets, sizes, destinations * row_bytes, out, where, file)
+    if not available():
+        offsets = starts[rows // block_rows] + rows % block_rows * row_bytes
+        sizes = np.full(len(rows), row_bytes) if counts is None else counts * row_bytes
+        yield from vector_tasks(offsets, sizes, destinations * row_bytes, out, where, file)
+        return
+    tables = (starts, rows, counts, destinations)
+    arrays = [None if table is None else np.ascontiguousarray(table, np.int64) for table in tables]
+    block, row, count, destination = (None if array is None else array.ctypes.data for array in arrays)
+    table = _Rows(block, block_rows, row_bytes, row, count, destination, out.ctypes.data)
+    table.kept = (*arrays, out)
+    if counts is None:
+        jobs = _equal_jobs(len(rows), row_bytes, RUN_BYTES).copy()
+    else:
+        ends = np.cumsum(counts) * row_bytes
+        parts = np.arange(RUN_BYTES, max(1, int(ends[-1])), RUN_BYTES)
+        jobs = _jobs_of(np.unique(np.concatenate([[0], np.searchsorted(ends, parts), [len(rows)]])), ends)
+    jobs["source"] = ctypes.addressof(table)
+    yield VectorTask(jobs, table, out, where, file)
 
 
 def read_jobs(
