@@ -13,7 +13,7 @@
 void set_fault(int kind, int from);
 int num_calls(void);
 
-enum { NONE, SHORT, INTERRUPTED, REFUSED, HANGING, EMPTY }; /* faults.c */
+enum { NONE, SHORT, INTERRUPTED, REFUSED, HANGING, AT_END }; /* faults.c */
 enum { ALL_ROWS = 2101, ROW_BYTES = 201, ROWS_PER_JOB = 1500, TICKETS = 6 };
 
 #define EXPECT(condition)                                                          \
@@ -374,7 +374,7 @@ int main(void) {
         EXPECT(run_pool(descriptor, threads, SHORT, 0, 0) == DONE);
         EXPECT(run_pool(descriptor, threads, INTERRUPTED, 0, 0) == DONE);
         EXPECT(run_pool(descriptor, threads, REFUSED, 5, 0) == SYSTEM);
-        EXPECT(run_pool(descriptor, threads, EMPTY, 0, 0) == CUT_SHORT);
+        EXPECT(run_pool(descriptor, threads, AT_END, 0, 0) == CUT_SHORT);
         run_pool(descriptor, threads, NONE, 0, 1);
         run_pool(descriptor, threads, HANGING, 0, 1);
     }

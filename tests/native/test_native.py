@@ -81,7 +81,7 @@ def test_sanitizers_find_nothing(tmp_path: Path, sanitizer: str) -> None:
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
         pytest.skip(f"no program with -fsanitize={sanitizer} runs here")
     compile_c(tmp_path / "driver.o", "-c", *flags, "-Dpread=faulty_pread", "-Dpreadv=faulty_preadv", HERE / "driver.c")
-    others = (HERE / "faults.c", HERE / "fake_cuda.c", "-rdynamic")
+    others = (HERE / "faults.c", HERE / "fake_cuda.c", CORE.parent / "filters.c", "-rdynamic")
     compile_c(tmp_path / "driver", *flags, *others, tmp_path / "driver.o", "-ldl", "-lm")
     done = subprocess.run([tmp_path / "driver"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
