@@ -19,7 +19,7 @@ from h5chunk.store.hdf5.keyed_list import open_index
 from h5chunk.store.hdf5.packing import check_decode
 from h5chunk.store.hdf5.patterns import parse_samples
 from h5chunk.store.read.checksums import OFF
-from h5chunk.store.read.fields import SAMPLE_NUMBER
+from h5chunk.store.read.fields import SAMPLE_NUMBER, attribute_defaults
 from h5chunk.store.read.files import Paths, list_data_files, single_file
 from h5chunk.store.read.keyed import keyed_source
 
@@ -109,9 +109,7 @@ class Keyed(ChunkDataset):
     ) -> None:
         given, numbered = _without_numbers(pattern)
         patterns = {name: str(each) for name, each in parse_samples("pattern", given).items()}
-        if isinstance(attributes, str) or not all(isinstance(name, str) for name in attributes):
-            raise OptionError(f"attributes is {attributes!r}: pass a list of names")
-        defaults = dict(attributes) if isinstance(attributes, Mapping) else dict.fromkeys(attributes)
+        defaults = attribute_defaults(attributes)
         for value in defaults.values():
             _check_default(value)
         labels = {} if labels is None else labels

@@ -20,7 +20,7 @@ from h5chunk.store.hdf5.packing import check_decode
 from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.encoded import EncodedField
 from h5chunk.store.read.episodes import ENDS, Table, open_frames
-from h5chunk.store.read.fields import Field, Fields, named_paths
+from h5chunk.store.read.fields import Field, Fields, attribute_defaults, named_paths
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.source import Groups
 from h5chunk.store.read.windows import Episodes, WindowReader
@@ -146,7 +146,12 @@ class Windows(ChunkDataset):
         seed = check_whole("seed", seed, 0, MAX_SEED)
         goals, kinds = _goals(fields, goal)
         tables = _tables(fields, lengths=episode_lengths, offsets=episode_offsets, ends=episode_ends)
-        defaults = _attributes(attributes, tables)
+        defaults = attribute_defaults(attributes)
+        if defaults and tables:
+            raise OptionError(
+                f"attributes is {attributes!r}, but episodes are ranges of rows, which have none: store the values in "
+                "a dataset with one row per episode, and name it in fields and constants"
+            )
         if isinstance(constants, str) or any(name not in fields for name in constants):
             raise OptionError(f"constants is {constants!r}: pass a list of names of fields, of {names_text(fields)}")
         timed = {name: path for name, path in fields.items() if name not in constants}
@@ -292,18 +297,6 @@ def _tables(fields: Mapping[str, str], **given: Any) -> dict[str, Sequence[Table
     if found and any("*" in dataset for dataset in fields.values()):
         raise OptionError(f"episode_{min(found)} is given, but * makes each group an episode: use one of the two")
     return found
-
-
-def _attributes(attributes: Sequence[str] | Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the default of each attribute, or None."""
-    if isinstance(attributes, str) or not all(isinstance(name, str) for name in attributes):
-        raise OptionError(f"attributes is {attributes!r}: pass a list of names")
-    if attributes and tables:
-        raise OptionError(
-            f"attributes is {attributes!r}, but episodes are ranges of rows, which have none: store the values in a "
-            "dataset with one row per episode, and name it in fields and constants"
-        )
-    return dict(attributes) if isinstance(attributes, Mapping) else dict.fromkeys(attributes)
 
 
 def _anchors(episodes: Episodes, steps: Mapping[str, np.ndarray], padding: str) -> np.ndarray:

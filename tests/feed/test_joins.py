@@ -284,3 +284,27 @@ def test_windows_have_fields_in_several_files(tmp_path: Path) -> None:
         write(tmp_path / "b.h5", vectors=VECTORS[:30])
         with pytest.raises(error, match=text):
             h5chunk.Windows(given, fields, 4, **options)
+
+
+def test_windows_of_several_files_unpack_their_numbers(tmp_path: Path) -> None:
+    for name in "xy":
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file[name] = np.arange(10, dtype=np.int16)
+            file[name].attrs["scale_factor"] = np.float32(0.5)
+    paths = {name: tmp_path / f"{name}.h5" for name in "xy"}
+    windows = h5chunk.Windows(paths, ["x", "y"], 4, decode="cf")
+    for values in windows[2]:
+        assert values.tolist() == [1.0, 1.5, 2.0, 2.5]
+
+
+def test_a_folder_that_lacks_a_shard_is_refused_by_all_data_sets(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a-00000-of-00002.h5", "w") as file:
+        file["s/x"] = np.zeros((8, 8))
+    for open_folder in (
+        lambda: h5chunk.ChunkDataset(tmp_path, fields=["s/x"]),
+        lambda: h5chunk.Windows(tmp_path, {"x": "s/x"}, 2),
+        lambda: h5chunk.Patches(tmp_path, {"x": "s/x"}, (4, 4)),
+        lambda: h5chunk.Keyed(tmp_path, "*/x"),
+    ):
+        with pytest.raises(h5chunk.FileError, match=r"a-00001-of-00002\.h5 is missing"):
+            open_folder()

@@ -427,6 +427,13 @@ def named_paths(fields: Any) -> dict[str, str]:
     return dict(zip(names, paths, strict=True))
 
 
+def attribute_defaults(attributes: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Validate an argument ``attributes``, and return the default of each attribute, or None, by its name."""
+    if isinstance(attributes, str) or not all(isinstance(name, str) for name in attributes):
+        raise OptionError(f"attributes is {attributes!r}: pass a list of names")
+    return dict(attributes) if isinstance(attributes, Mapping) else dict.fromkeys(attributes)
+
+
 def _count_masked(contents: Contents, dataset: str) -> int:
     mask = contents.find(dataset)
     if not isinstance(mask, h5py.Dataset):
