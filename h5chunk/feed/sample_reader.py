@@ -393,7 +393,7 @@ class _OpenFields:
 
     def _keep(self, name: str, order: Order) -> KeptRows | None:
         layout, worker = self.layouts[name], get_worker_info()
-        if not self.fields[name].is_raw or not layout.indptr[-1]:
+        if not layout.indptr[-1]:
             return None
         num_workers = 1 if worker is None else worker.num_workers
         matrices = [self.layouts[each] for each, field in self._reader.fields.items() if isinstance(field, MatrixField)]

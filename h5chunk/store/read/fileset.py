@@ -210,6 +210,8 @@ def combined(parts: Sequence[tuple[Source, Field | RaggedField]], name: str) -> 
     if any(isinstance(field, EncodedField) for _, field in parts):  # images are recognised by their first row
         parts = [part for part in parts if part[1].grid.shape[0]]
     first: Any = parts[0][1]
+    if all(isinstance(field, MatrixField) for _, field in parts):  # before their numbers: it names them
+        check_same([(source, COLUMN_IDS) for source, _ in parts], "columns", COLUMNS_REMEDY, name)
     for part in parts[1:]:
         if part[1].noun != first.noun:
             place, first_place = _places(part, parts[0])
@@ -224,8 +226,6 @@ def combined(parts: Sequence[tuple[Source, Field | RaggedField]], name: str) -> 
                 f"{names_text(part[1].names.values())}, but in {printable(parts[0][0].path)} it has "
                 f"{names_text(first.names.values())}: {CATEGORIES_REMEDY}"
             )
-    if isinstance(first, MatrixField):
-        check_same([(source, COLUMN_IDS) for source, _ in parts], "columns", COLUMNS_REMEDY, name)
     tables = [(source, field.categories) for source, field in parts]
     if all(table for _, table in tables):
         check_same(tables, f"categories of {name!r}", CATEGORIES_REMEDY)
