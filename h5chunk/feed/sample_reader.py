@@ -11,8 +11,8 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -33,11 +33,10 @@ from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import INTERLEAVE, Order
-from h5chunk.remote.mirror import Hold
 from h5chunk.stamp import stamp_of
 from h5chunk.store.read.field_readers import field_readers, read_small_fields
 from h5chunk.store.read.fields import Field, MatrixField
-from h5chunk.store.read.open_files import OpenFiles, remote_pages
+from h5chunk.store.read.open_files import OpenFiles
 from h5chunk.store.read.ragged import ImagesField, RaggedField, SeriesField
 from h5chunk.store.read.reader import Source
 from h5chunk.transforms import (
@@ -443,16 +442,7 @@ class _OpenFields:
     def _read(self, name: str, rows: np.ndarray, out: Any) -> None:
         order = np.argsort(rows, kind="stable")
         try:
-            tasks: Iterable[Any] = self.fields[name].tasks(rows[order], order, out)
-            if not self._reader.is_remote:
-                for part in tasks:
-                    part(self.files)
-                return
-            wanted = remote_pages(tasks := list(tasks), self.files)
-            self._cache.make_room(wanted)
-            with closing(Hold(wanted).fetched()):
-                for part in tasks:
-                    part(self.files)
+            self.files.run(self.fields[name].tasks(rows[order], order, out), self._cache.make_room)
         except FileError:
             self._reader.check_unchanged()
             raise

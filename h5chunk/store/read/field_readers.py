@@ -154,8 +154,7 @@ def read_into(source: Source, name: str, rows: np.ndarray, out: np.ndarray | Csr
     order = np.argsort(rows, kind="stable")
     with closing(OpenFiles(source)) as files:
         try:
-            for task in fields[name].tasks(rows[order], order, out) if len(rows) else ():
-                task(files)
+            files.run(fields[name].tasks(rows[order], order, out) if len(rows) else ())
         finally:
             fields[name].cache.forget()
             source.check_unchanged()

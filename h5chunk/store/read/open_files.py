@@ -5,17 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from h5chunk.errors import FileError, printable
-from h5chunk.remote.mirror import Descriptor, Mirror, page_runs
+from h5chunk.remote.mirror import Descriptor, Hold, Mirror, page_runs
 from h5chunk.remote.pages import Runs
 from h5chunk.store.hdf5.ranges import Ranges, open_descriptor
+from h5chunk.urls import local_copy_of
 
 MAX_OPEN = 64  # files of one source that may stay open
 
@@ -30,6 +31,7 @@ class OpenFiles:
     def __init__(self, source: Any) -> None:
         self._files = source.file_list
         self.are_several = len(self._files) > 1
+        self._are_remote = any(local_copy_of(path) is not None for path, _, _ in self._files)
         self._stay_open = all(file.number < MAX_OPEN for file in self._files)
         first: dict[Path, int] = {}  # sources may be parts of the same file, whose descriptor they share
         self._first = [first.setdefault(path, number) for number, (path, _, _) in enumerate(self._files)]
@@ -66,6 +68,20 @@ class OpenFiles:
         if self.are_several:
             _, source, own = self._files[number]
             source.check_file(own)
+
+    def run(self, tasks: Iterable[Any], make_room: Callable[[Mapping[Mirror, Runs]], object] | None = None) -> None:
+        """Run tasks one after another. What they read of remote objects is fetched first, all at once.
+
+        ``make_room`` is called before, with the pages to fetch.
+        """
+        with ExitStack() as held:
+            if self._are_remote:
+                wanted = remote_pages(tasks := list(tasks), self)
+                if make_room is not None:
+                    make_room(wanted)
+                held.enter_context(closing(Hold(wanted).fetched()))
+            for task in tasks:
+                task(self)
 
     def use_local_copies(self) -> None:
         """Read the local copies of remote objects as they are, because all of their bytes are held elsewhere."""
