@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h5chunk.errors import FieldError, FileError, OptionError, names_text, printable, shown
-from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.layout import choose_window_chunks, good_chunk_samples
 from h5chunk.store.format.header import Header
 from h5chunk.store.read.encoded import EncodedField
@@ -102,7 +101,6 @@ class FileSet(Source):
             is_rows=all(reader.is_rows for reader in readers),
         )
         self.header = _combine_headers(self)
-        self._cache: CacheSettings | None = None
 
     @property
     def computed(self) -> dict[str, Computed]:
