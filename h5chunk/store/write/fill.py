@@ -200,9 +200,7 @@ class TaskRunner:
         size = job.chunk_samples
         self._samples = {field.name: np.zeros((size, *field.shape), field.dtype) for field in job.fields}
         self._bytes = [samples.reshape(-1).view(np.uint8).reshape(size, -1) for samples in self._samples.values()]
-        self._record = [0] * max(
-            1, len(job.fields)
-        )  # what a result says about the present chunk, up to the present sample
+        self._record = self._new_record()  # what a result says about the present chunk, up to the present sample
         self._session = job.source.session()
         self.position = (0, -1)  # how many samples were begun, and the sample that is being read, or -1
 
@@ -224,6 +222,9 @@ class TaskRunner:
         finally:
             self._begin(-1)
 
+    def _new_record(self) -> list[int]:
+        return [0] * max(1, len(self._job.fields))
+
     def _begin(self, index: int) -> None:
         """Note that a sample is read from now on, or none."""
         self.position = (self.position[0] + 1, index)
@@ -235,7 +236,7 @@ class TaskRunner:
             rows = self._job.rows(range(chunk, chunk + 1))
             indices = self._job.order[rows.start : rows.stop]
             stamp ^= stamp_of_samples(self._job.source, indices)
-            self._record = [0] * max(1, len(self._job.fields))
+            self._record = self._new_record()
             for position, index in enumerate(indices.tolist()):
                 if self._stopped():
                     return done

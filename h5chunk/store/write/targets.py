@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import zlib
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +31,8 @@ class PlainTarget:
     def __init__(self, new: NewFile, name: str, chunk_bytes: int, *, checked: bool = True) -> None:
         self._new, self._name = new, name
         self.descriptor, self.offset = new.descriptor, new.offset(name)
-        self._chunk_bytes, self._checked, self._num_bytes = chunk_bytes, checked, 0
+        self._chunk_bytes, self._checked = chunk_bytes, checked
+        self._num_bytes, self._lock = 0, threading.Lock()  # where the last bytes end, which threads add in any order
         num_chunks = -(-new.num_bytes(name) // chunk_bytes) if checked else 0
         self._sums = np.zeros(num_chunks, np.uint32)  # of the first bytes of each chunk
         self._num_summed = np.zeros(num_chunks, np.int64)  # the number of these bytes
@@ -48,14 +50,16 @@ class PlainTarget:
 
     def count(self, offset: int, data: np.ndarray) -> None:
         """Add bytes that the file has to the checksums."""
-        self._num_bytes = max(self._num_bytes, offset + len(data))
-        if self._num_bytes > len(self._sums) * self._chunk_bytes:  # the dataset has no length yet
+        with self._lock:
+            self._num_bytes = max(self._num_bytes, offset + len(data))
+        if self._num_bytes > len(self._sums) * self._chunk_bytes:  # the dataset has no length yet, and one thread
             more = (0, len(self._sums) + -(-len(data) // self._chunk_bytes))
             self._sums, self._num_summed = np.pad(self._sums, more), np.pad(self._num_summed, more)
         while len(data):
             chunk, within = divmod(offset, self._chunk_bytes)
             part = data[: self._chunk_bytes - within]
-            if self._num_summed[chunk] == within:  # otherwise, `finish` reads the chunk
+            # otherwise, `finish` reads the chunk; of all threads, only the one with the next bytes changes its checksum
+            if self._num_summed[chunk] == within:
                 self._sums[chunk] = crc32(part, int(self._sums[chunk]))
                 self._num_summed[chunk] += len(part)
             offset += len(part)
