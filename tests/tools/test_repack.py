@@ -782,3 +782,15 @@ def test_compression_that_is_left_out_is_noted(tmp_path, options, is_noted):
         file.create_dataset("images", data=np.zeros((64, 32, 32), "u1"), chunks=(8, 32, 32), compression="gzip")
     report = h5chunk.repack(path, tmp_path / "b.h5", **options)
     assert any("images will not be compressed any more" in note for note in report.notes) == is_noted
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_bands_that_do_not_fit_in_memory_are_read_anew(tmp_path: Path, shuffle: bool) -> None:
+    """No part of a band is one of the band before it."""
+    values = np.random.default_rng(0).integers(0, 60, (1500, 32, 32, 3), np.uint8)
+    with h5py.File(tmp_path / "old.h5", "w") as file:
+        file.create_dataset("images", data=values, chunks=(500, 8, 8, 1), compression="gzip", compression_opts=1)
+    h5chunk.repack(tmp_path / "old.h5", tmp_path / "new.h5", memory_bytes=8 << 20, shuffle=shuffle)
+    with h5py.File(tmp_path / "new.h5") as file:
+        order = file["h5chunk/source_index"][()] if shuffle else slice(None)
+        np.testing.assert_array_equal(file["images"][()], values[order])

@@ -36,8 +36,7 @@ class SpilledBand:
         blocks = Blocks(np.zeros(per_band, np.int32), numbers * size, sizes, np.zeros(per_band, np.uint32))
         origin = Origin(0, lambda _: "temporary file")
         shape = arrays.block[0, 0], *arrays.shape[0, 1:]
-        band = Arrays.of_one(arrays.item_bytes, shape, arrays.block[0], blocks, None, origin)
-        self._reader = BoxReader(band, BlockCache())
+        self._arrays = Arrays.of_one(arrays.item_bytes, shape, arrays.block[0], blocks, None, origin)
 
     def read(self, band: int, low: int, high: int, out: np.ndarray) -> None:
         """Read rows of a band."""
@@ -47,6 +46,7 @@ class SpilledBand:
                 self._values.decode(band * self._per_band + number, chunk)
                 self._file.write(number * len(chunk), chunk)
             self._band = band
+            self._reader = BoxReader(self._arrays, BlockCache())  # a cache must not have blocks of another band
         read_box(self._reader, OneFile(self._file.descriptor), [low], [high], out)
 
     def close(self) -> None:
