@@ -87,9 +87,9 @@ class BlockCache:
         self.hdf5.close()
         self.local = threading.local()
         self._lock, self._num_bytes = threading.Lock(), 0
-        self._blocks: OrderedDict[tuple[int, int], Kept] = OrderedDict()
+        self._blocks: OrderedDict[tuple[object, int], Kept] = OrderedDict()
 
-    def get(self, key: tuple[int, int], num_bytes: int, read: Callable[[np.ndarray], None]) -> np.ndarray:
+    def get(self, key: tuple[object, int], num_bytes: int, read: Callable[[np.ndarray], None]) -> np.ndarray:
         """Return a decoded block, (num_bytes,) uint8. ``read`` fills it if it is not kept."""
         kept = self.find(key, num_bytes)
         assert kept is not None
@@ -100,7 +100,7 @@ class BlockCache:
                     kept.state[0] = FULL
         return kept.values
 
-    def find(self, key: tuple[int, int], num_bytes: int, *, is_made: bool = True) -> Kept | None:
+    def find(self, key: tuple[object, int], num_bytes: int, *, is_made: bool = True) -> Kept | None:
         """Return the memory of a block, which its user must fill if it is empty.
 
         Returns None if it is not kept, and not to be made.
@@ -123,6 +123,7 @@ class BoxReader:
 
     def __init__(self, arrays: Arrays, cache: BlockCache) -> None:
         self.arrays, self.cache = arrays, cache
+        self._key = object()  # of its blocks in the cache
         self._checks = [origin.checks for origin in arrays.origins if origin.checks is not None]
 
     @property
@@ -346,7 +347,7 @@ class BoxReader:
         for row, block, size, is_made in zip(
             *(each.tolist() for each in (numbers, blocks[numbers], sizes, fits)), strict=True
         ):
-            kept = self.cache.find((id(self), block), size, is_made=is_made)
+            kept = self.cache.find((self._key, block), size, is_made=is_made)
             if kept is not None:
                 table["target"][row], table["state"][row] = kept.values.ctypes.data, kept.state.ctypes.data
                 found.append(kept)
@@ -366,7 +367,7 @@ class BoxReader:
             values = scratch(self.cache.local, "decoded", block.num_bytes)
             self.decode(files, block, values)
             return values
-        key = id(self), block.number
+        key = self._key, block.number
         return self.cache.get(key, block.num_bytes, lambda values: self.decode(files, block, values))
 
     def decode(self, files: OpenFiles | OneFile, block: Block, values: np.ndarray) -> None:
