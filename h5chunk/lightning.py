@@ -193,7 +193,7 @@ class ChunkDataModule(LightningDataModule):
             device = device or (root if root.type == "cuda" else None)
             order = {**order, "rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
         sampler = ChunkSampler(dataset, batch_size, **order)
-        loader = ChunkLoader(dataset, sampler=sampler, device=device or "cpu", **options)
+        loader = ChunkLoader(dataset, batch_sampler=sampler, device=device or "cpu", **options)
         self._loaders[part] = loader
         return loader
 

@@ -83,7 +83,7 @@ def plain_rate(path: Path, batch_size: int, seconds: float, used: list[float]) -
 def loader_rate(path: Path, batch_size: int, seconds: float, window: int | None) -> float:
     dataset = h5chunk.ChunkDataset(path)
     sampler = h5chunk.ChunkSampler(dataset, batch_size, window_chunks=window)
-    with h5chunk.ChunkLoader(dataset, sampler=sampler) as loader:
+    with h5chunk.ChunkLoader(dataset, batch_sampler=sampler) as loader:
         rate(lambda: loader, 0.5 * seconds)
         return rate(lambda: loader, seconds)
 

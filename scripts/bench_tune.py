@@ -158,7 +158,7 @@ def lines_of(path: Path, setting: Setting) -> list[str]:
     """Return lines of Python that create the loader of a setting, written independently of tune's lines."""
     data, workers = f"data = h5chunk.ChunkDataset({str(path)!r})", setting.num_workers
     sampler = f"sampler = h5chunk.ChunkSampler(data, {BATCH}, window_chunks={setting.window_chunks})"
-    loader = "h5chunk.ChunkLoader(data, sampler=sampler)"
+    loader = "h5chunk.ChunkLoader(data, batch_sampler=sampler)"
     if setting.reader == DATASET:
         options = f"num_workers={workers}, persistent_workers={workers > 0}"
         loader = f"torch.utils.data.DataLoader(data, batch_sampler=sampler, {options})"

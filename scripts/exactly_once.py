@@ -211,7 +211,7 @@ def chunk_batches(path: Path, batch_size: int, how: str, **options: Any) -> h5ch
     ways = {"resident": {"resident": True}, "h5py": {"reader": "h5py"}, "direct": {"reader": "direct"}}
     dataset = h5chunk.ChunkDataset(path)
     sampler = h5chunk.ChunkSampler(dataset, batch_size, **options)
-    return h5chunk.ChunkLoader(dataset, sampler=sampler, num_threads=2, **ways[how])
+    return h5chunk.ChunkLoader(dataset, batch_sampler=sampler, num_threads=2, **ways[how])
 
 
 def labels_of(batches: Iterable[Any]) -> Batches:

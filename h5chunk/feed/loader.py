@@ -90,11 +90,11 @@ class ChunkLoader(Resumable):
         One or several files, as for `ChunkDataset`; or a data set, which chooses fields and a subset. Its transform is
         used if it consists of objects of `h5chunk.transforms`; any other transform raises OptionError.
     batch_size : int, optional
-        Required unless ``batch_elements`` or ``sampler`` is given.
+        Required unless ``batch_elements`` or ``batch_sampler`` is given.
     batch_elements : int, optional
         For samples that differ in length: the maximum number of elements in a batch, as for `ChunkSampler`; with
         `h5chunk.transforms.Pack`, elements are not padded.
-    sampler : ChunkSampler, optional
+    batch_sampler : ChunkSampler, optional
         The order of the samples of ``data``, with settings that the next three arguments do not cover: window size,
         ranks, weights, padding. The loader starts at the position of the sampler: at its epoch and, if a state was
         loaded, at its batch.
@@ -112,7 +112,7 @@ class ChunkLoader(Resumable):
         ``"cpu"`` or a CUDA device.
     memory_bytes : int, optional
         Upper limit on host (for a GPU, pinned) plus device memory, in bytes: the windows, or the resident data; chunk
-        caches; memory for decoding. Batches that were returned do not count. Unless ``sampler`` was given
+        caches; memory for decoding. Batches that were returned do not count. Unless ``batch_sampler`` was given
         ``window_chunks``, windows are made smaller than the file recommends if necessary.
     num_threads : int, optional
         Number of reader threads, and maximum number of threads that decode or augment. Default: one per core, but at
@@ -129,8 +129,8 @@ class ChunkLoader(Resumable):
     echo : float
         Data-echoing factor: the number of times that each sample is used. Once a window has been used, its samples are
         shuffled again and cut into other batches; 1.5 does so for every second batch. Use it if training is faster than
-        reading. Windows then hold at least two batches, unless ``sampler`` was given ``window_chunks``. `report` counts
-        fresh and echoed samples separately. An echoing loader has no state to save.
+        reading. Windows then hold at least two batches, unless ``batch_sampler`` was given ``window_chunks``. `report`
+        counts fresh and echoed samples separately. An echoing loader has no state to save.
     timeout : float
         Raise `WorkerError` if no read completes for this many seconds; 0: wait forever.
     num_workers : None
@@ -143,8 +143,8 @@ class ChunkLoader(Resumable):
     is_resident : bool
         Whether all data is kept on the device.
     batch_sampler : ChunkSampler
-        The sampler that holds the position: ``sampler``, or one that the loader created. Lightning's Trainer calls its
-        ``set_epoch``.
+        The sampler that holds the position: the one that was given, or one that the loader created. Lightning's Trainer
+        calls its ``set_epoch``.
 
     Raises
     ------
@@ -166,7 +166,7 @@ class ChunkLoader(Resumable):
         batch_size: int | None = None,
         *,
         batch_elements: int | None = None,
-        sampler: ChunkSampler | None = None,
+        batch_sampler: ChunkSampler | None = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
@@ -191,18 +191,19 @@ class ChunkLoader(Resumable):
             raise OptionError("resident is True, but each epoch has different samples: leave resident out")
         reuse = reuse and target.type == "cpu"
         by_field = transforms_by_field(transforms, {name: dataset.field(name) for name in dataset.fields})
-        if sampler is None:
+        if batch_sampler is None:
             if batch_size is None and batch_elements is None:
-                raise OptionError("batch_size is missing: pass batch_size, batch_elements or sampler")
+                raise OptionError("batch_size is missing: pass batch_size, batch_elements or batch_sampler")
             own = copy(dataset)  # so that the cache settings of the user's data set do not change
             padded = batch_elements is None or not packs(by_field.get(dataset.lengths_field or "", ()))
             order_options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "padded": padded}
-            sampler = ChunkSampler(own, batch_size, batch_elements=batch_elements, **order_options)
+            batch_sampler = ChunkSampler(own, batch_size, batch_elements=batch_elements, **order_options)
         else:
             given = {"batch_size": batch_size, "batch_elements": batch_elements, "shuffle": not shuffle or None}
-            _check_sampler(sampler, dataset, {**given, "seed": seed or None, "drop_last": drop_last or None})
-        self.batch_sampler, self._position, self._given_rank = sampler, sampler._position, sampler._given_rank
-        order, min_chunks = _order_in_file(sampler, dataset, echo)
+            _check_sampler(batch_sampler, dataset, {**given, "seed": seed or None, "drop_last": drop_last or None})
+        self.batch_sampler = batch_sampler
+        self._position, self._given_rank = batch_sampler._position, batch_sampler._given_rank
+        order, min_chunks = _order_in_file(batch_sampler, dataset, echo)
         if echo != 1 and isinstance(order, LengthOrder):
             raise OptionError(f"echo is {echo}, but batches by length are not repeated: leave echo out")
         self._source = make_source(
@@ -407,9 +408,9 @@ class _InFileOrder(SequentialSampler):
 def _check_sampler(sampler: ChunkSampler, dataset: ChunkDataset, options: Mapping[str, Any]) -> None:
     """Raise OptionError unless ``sampler`` is a sampler of the same data, and all values in ``options`` are None."""
     if not isinstance(sampler, ChunkSampler):
-        raise OptionError(f"sampler is a {type(sampler).__name__}: pass a ChunkSampler")
+        raise OptionError(f"batch_sampler is a {type(sampler).__name__}: pass a ChunkSampler")
     for name in (name for name, value in options.items() if value is not None):
-        raise OptionError(f"{name} is given together with a sampler: pass {name} to the ChunkSampler instead")
+        raise OptionError(f"{name} is given together with batch_sampler: pass {name} to the ChunkSampler instead")
     sampler.check_data(dataset)
 
 

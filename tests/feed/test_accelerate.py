@@ -159,7 +159,7 @@ def test_the_first_batches_of_a_loader_are_skipped(path):
     """As transformers' Trainer does to resume: through a DataLoader, with all transforms."""
     transforms = [Normalize(100, 50), ToDtype(torch.float32, channels_last=True), brighter]
     order = ChunkSampler(ChunkDataset(path), 16, **ORDER)
-    with ChunkLoader(path, sampler=order, transforms=transforms) as loader:
+    with ChunkLoader(path, batch_sampler=order, transforms=transforms) as loader:
         epochs = [[[field.clone() for field in batch] for batch in loader] for _ in range(3)]
         loader.set_epoch(1)
         rest = accelerate.skip_first_batches(loader, 4)

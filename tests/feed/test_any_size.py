@@ -120,7 +120,7 @@ def test_echoes_are_drawn_again(kept):
 def test_repeats_of_a_sample_are_drawn_anew(kept):
     data = h5chunk.ChunkDataset(kept, fields=["images", "sample_number"])
     sampler = h5chunk.ChunkSampler(data, 10, weights=np.eye(1, 40, 7)[0])
-    batches = all_batches(data, None, sampler=sampler, transforms=RANDOM)
+    batches = all_batches(data, None, batch_sampler=sampler, transforms=RANDOM)
     assert {number for _, numbers in batches for number in numbers.tolist()} == {7}
     assert len({image.numpy().tobytes() for images, _ in batches for image in images}) > 35
 
@@ -149,7 +149,9 @@ def test_ranks_share_the_images(kept):
     for rank in range(2):
         sampler = h5chunk.ChunkSampler(data, 4, rank=rank, world_size=2)
         seen += [
-            n for _, numbers in all_batches(data, None, sampler=sampler, transforms=SQUARE) for n in numbers.tolist()
+            n
+            for _, numbers in all_batches(data, None, batch_sampler=sampler, transforms=SQUARE)
+            for n in numbers.tolist()
         ]
     assert sorted(seen) == list(range(40))
 

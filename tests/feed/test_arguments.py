@@ -58,7 +58,7 @@ def test_weights(path: Path, weights: Any) -> None:
         ChunkSampler(ChunkDataset(path), 4, weights=weights)
 
 
-@pytest.mark.parametrize(("name", "value"), [("transforms", 5), ("sampler", 5), ("timeout", None)])
+@pytest.mark.parametrize(("name", "value"), [("transforms", 5), ("batch_sampler", 5), ("timeout", None)])
 def test_of_a_loader(path: Path, name: str, value: Any) -> None:
     with pytest.raises(OptionError, match=name):
         ChunkLoader(path, 4, **{name: value})

@@ -383,7 +383,7 @@ def test_a_rank_without_samples_has_empty_echoes(path, num_samples, resident):
     lengths = []
     for rank in range(2):
         sampler = ChunkSampler(dataset, 4, rank=rank, world_size=2, lanes=2)
-        with ChunkLoader(dataset, sampler=sampler, echo=3, resident=resident) as loader:
+        with ChunkLoader(dataset, batch_sampler=sampler, echo=3, resident=resident) as loader:
             shapes = [tuple(images.shape) for images, _ in loader]
             assert len(shapes) == len(loader) == 3 and {shape[1:] for shape in shapes} == {IMAGES.shape[1:]}
             lengths.append([shape[0] for shape in shapes])

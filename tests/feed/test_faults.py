@@ -338,13 +338,13 @@ path, workers = sys.argv[1], int(sys.argv[2])
 dataset = h5chunk.ChunkDataset(path)
 sampler, windows = (h5chunk.ChunkSampler(dataset, 16, window_chunks=size) for size in (None, 1))
 loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=2) if workers else None
-batches = iter(loader or h5chunk.ChunkLoader(dataset, sampler=windows))
+batches = iter(loader or h5chunk.ChunkLoader(dataset, batch_sampler=windows))
 next(batches)
 print(*([worker.pid for worker in batches._workers] if workers else []), flush=True)
 while True:
     for _ in batches:
         time.sleep(0.01)
-    batches = iter(loader or h5chunk.ChunkLoader(dataset, sampler=windows))
+    batches = iter(loader or h5chunk.ChunkLoader(dataset, batch_sampler=windows))
 """
 
 

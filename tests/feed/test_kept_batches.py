@@ -112,7 +112,7 @@ def check_equal(found: list[list[torch.Tensor]], expected: list[list[torch.Tenso
 def test_kept_batches_stay_as_they_were(path: Path, kind: str, device: str, resident: bool, shuffle: bool) -> None:
     data, options = KINDS[kind](path)
     sampler = h5chunk.ChunkSampler(data, BATCH, shuffle=shuffle, window_chunks=1, seed=3)
-    with h5chunk.ChunkLoader(data, sampler=sampler, device=device, resident=resident, **options) as loader:
+    with h5chunk.ChunkLoader(data, batch_sampler=sampler, device=device, resident=resident, **options) as loader:
         kept, copies = [], []
         for epoch in range(2):
             loader.set_epoch(epoch)

@@ -82,7 +82,7 @@ def test_a_loader_returns_the_samplers_batches_and_resumes(
     part = dataset.subset(np.arange(COUNT) % 3 > 0)
     sampler, transforms = h5chunk.ChunkSampler(part, seed=7, **way), [Pack()] if pack else None
     expected = [part.samples[batch].tolist() for batch in h5chunk.ChunkSampler(part, seed=7, **way)]
-    with h5chunk.ChunkLoader(part, sampler=sampler, transforms=transforms, resident=resident) as loader:
+    with h5chunk.ChunkLoader(part, batch_sampler=sampler, transforms=transforms, resident=resident) as loader:
         batches = list(loader)
         assert [batch[2].tolist() for batch in batches] == expected and loader.report.samples == len(part)
         for values, where, numbers in batches[::5]:

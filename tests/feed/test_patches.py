@@ -141,8 +141,8 @@ def test_resuming_and_ranks(plain):
     resumed.load_state_dict(state)
     assert _same(_epochs(resumed), batches[len(whole) + 3 :])
     ranks = [h5chunk.ChunkSampler(patches, 4, lanes=2, rank=rank, world_size=2) for rank in range(2)]
-    together = [_epochs(h5chunk.ChunkLoader(patches, sampler=sampler)) for sampler in ranks]
-    alone = _epochs(h5chunk.ChunkLoader(patches, sampler=h5chunk.ChunkSampler(patches, 8, lanes=2)))
+    together = [_epochs(h5chunk.ChunkLoader(patches, batch_sampler=sampler)) for sampler in ranks]
+    alone = _epochs(h5chunk.ChunkLoader(patches, batch_sampler=h5chunk.ChunkSampler(patches, 8, lanes=2)))
     for left, right, both in zip(*together, alone, strict=True):
         own = torch.cat([left[2], right[2]]).tolist()
         assert sorted(own) == sorted(both[2].tolist())

@@ -83,7 +83,7 @@ def test_a_data_loader_with_a_worker_subsets_weights_and_several_files(tmp_path:
         _check(batch, _values(), seen)
     assert sorted(seen) == sorted([*range(COUNT)] * 2)
     part, seen = dataset.subset(dataset.sample_lengths > 10), []
-    for batch in h5chunk.ChunkLoader(part, sampler=h5chunk.ChunkSampler(part, 8, weights=np.ones(len(part)))):
+    for batch in h5chunk.ChunkLoader(part, batch_sampler=h5chunk.ChunkSampler(part, 8, weights=np.ones(len(part)))):
         _check(batch, _values(), seen)
     assert sorted(seen) == sorted([*np.flatnonzero(LENGTHS > 10)] * 2)
 
@@ -97,7 +97,7 @@ def test_training_resumes_and_ranks_share_the_samples(tmp_path: Path) -> None:
     again.load_state_dict(state)
     assert all(torch.equal(one[0], other[0]) for one, other in zip(again, batches[3:], strict=True))
     samplers = [h5chunk.ChunkSampler(dataset, 4, rank=rank, world_size=2) for rank in range(2)]
-    seen = [batch[2] for own in samplers for batch in h5chunk.ChunkLoader(dataset, sampler=own)]
+    seen = [batch[2] for own in samplers for batch in h5chunk.ChunkLoader(dataset, batch_sampler=own)]
     assert sorted(torch.cat(seen).tolist()) == list(range(COUNT))
 
 
@@ -348,8 +348,8 @@ def test_batches_on_a_gpu_are_those_on_the_cpu(
         for order in ({"batch_size": 8}, {"batch_elements": 60}, {"batch_size": 8, "bucket_batches": 3}):
             samplers = [h5chunk.ChunkSampler(dataset, **order) for _ in range(2)]
             options = {"transforms": transforms, "resident": resident}
-            expected = list(h5chunk.ChunkLoader(dataset, sampler=samplers[0], **options))
-            with h5chunk.ChunkLoader(dataset, sampler=samplers[1], device="cuda", **options) as loader:
+            expected = list(h5chunk.ChunkLoader(dataset, batch_sampler=samplers[0], **options))
+            with h5chunk.ChunkLoader(dataset, batch_sampler=samplers[1], device="cuda", **options) as loader:
                 for _ in range(2):
                     batches = [tuple(part.cpu() for part in batch) for batch in loader]
                     if loader.batch_sampler.order.epoch == 1:

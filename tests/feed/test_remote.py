@@ -403,7 +403,7 @@ def test_a_cache_keeps_to_its_limit(photos, tmp_path):
         dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_dir=tmp_path, cache_bytes=limit)
         sampler = h5chunk.ChunkSampler(dataset, 8, window_chunks=1)
         how = {"resident": False, "reuse": True, "num_threads": 1, "memory_bytes": 2_500_000}
-        with h5chunk.ChunkLoader(dataset, sampler=sampler, **how) as loader:
+        with h5chunk.ChunkLoader(dataset, batch_sampler=sampler, **how) as loader:
             for _ in range(3):
                 assert sorted(label for _, labels in loader for label in labels.tolist()) == list(range(600))
                 assert cached_bytes(tmp_path) <= limit
@@ -740,7 +740,7 @@ def test_a_node_fetches_only_its_own_chunks(photos, tmp_path, monkeypatch):
                 cache = tmp_path / f"{locality}, node {rank // 2}"
                 dataset = h5chunk.ChunkDataset(f"{server.url}/photos.h5", cache_dir=cache)
                 ranks = {"rank": rank, "world_size": 4, "locality": locality}
-                with h5chunk.ChunkLoader(dataset, sampler=h5chunk.ChunkSampler(dataset, 16, **ranks)) as loader:
+                with h5chunk.ChunkLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, 16, **ranks)) as loader:
                     samples = [numbers.tolist() for _ in range(3) for _, numbers in loader]
                 assert sum(map(len, samples)) == 450
             ranges = [each.removeprefix("bytes=").split("-") for _, each in server.requests if each]
@@ -759,7 +759,7 @@ def test_device_buffers_are_given_back_once_all_is_cached(photos, tmp_path, stop
         if stops:
             data[range(600)]
         sampler = h5chunk.ChunkSampler(data, 16, window_chunks=2, interleave=1)
-        with h5chunk.ChunkLoader(data, sampler=sampler, device="cuda") as loader:
+        with h5chunk.ChunkLoader(data, batch_sampler=sampler, device="cuda") as loader:
             for _ in range(6):
                 others = []
                 for number, (some, samples) in enumerate(loader):

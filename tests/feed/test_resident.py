@@ -341,7 +341,7 @@ def test_only_a_subset_is_kept(tmp_path, kind, reads):
 
 def flat_weighted(data: ChunkDataset, sampler: ChunkSampler, **options) -> list[list[float]]:
     sampler.set_epoch(0)
-    with ChunkLoader(data, sampler=sampler, **options) as loader:
+    with ChunkLoader(data, batch_sampler=sampler, **options) as loader:
         return [part.to_dense().reshape(-1).tolist() for batch in loader for part in batch]
 
 

@@ -390,7 +390,7 @@ class TestCuda:
 def test_a_fork_uses_no_locks_of_its_parents_threads(path, monkeypatch):
     """They may be held for ever. The child gets an error, and can iterate again."""
     sampler = ChunkSampler(ChunkDataset(path), 4, window_chunks=1, interleave=1)
-    loader = ChunkLoader(path, sampler=sampler, resident=False, num_threads=2)
+    loader = ChunkLoader(path, batch_sampler=sampler, resident=False, num_threads=2)
     batches, parent = iter(loader), os.getpid()
     next(batches)
     planner, pool = loader._feed._planner, loader._feed._pool._native

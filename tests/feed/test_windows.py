@@ -109,7 +109,7 @@ def test_masks_belong_to_their_windows_when_windows_of_the_order_alternate(reuse
     windows = h5chunk.Windows(path, {"x": "x"}, 5, padding="edge", episode_lengths="length")
     order = [list(batch) for batch in h5chunk.ChunkSampler(windows, 4, window_chunks=1, interleave=4)]
     sampler = h5chunk.ChunkSampler(windows, 4, window_chunks=1, interleave=4)
-    for numbers, batch in zip(order, h5chunk.ChunkLoader(windows, sampler=sampler, reuse=reuse), strict=True):
+    for numbers, batch in zip(order, h5chunk.ChunkLoader(windows, batch_sampler=sampler, reuse=reuse), strict=True):
         assert all(map(torch.equal, batch, map(torch.stack, zip(*windows.__getitems__(numbers), strict=True))))
 
 
@@ -276,7 +276,7 @@ def test_every_window_comes_once_in_a_shuffled_order_that_resumes_and_ranks_shar
     resumed.load_state_dict(started.state_dict())
     assert anchors(resumed) == epoch[2:]
     by_rank = [h5chunk.ChunkSampler(windows, 8, rank=rank, world_size=2) for rank in (0, 1)]
-    shares = [_joined(anchors(h5chunk.ChunkLoader(windows, sampler=sampler))) for sampler in by_rank]
+    shares = [_joined(anchors(h5chunk.ChunkLoader(windows, batch_sampler=sampler))) for sampler in by_rank]
     assert sorted(shares[0] + shares[1]) == list(range(57))
     dataloader = torch.utils.data.DataLoader(windows, batch_sampler=h5chunk.ChunkSampler(windows, 8))
     assert sorted(_joined(anchors(dataloader))) == list(range(57))
@@ -312,10 +312,10 @@ def test_frames_are_held_once_whatever_the_order(stride: int, device: str, tmp_p
         assert anchors(h5chunk.ChunkLoader(some, 8, device=device, **options)) == every[::5]
     for window_chunks in (1, 3, 50):
         sampler = h5chunk.ChunkSampler(windows, 4, window_chunks=window_chunks, rank=0, world_size=1, lanes=2)
-        assert anchors(h5chunk.ChunkLoader(windows, sampler=sampler, device=device)) == every
+        assert anchors(h5chunk.ChunkLoader(windows, batch_sampler=sampler, device=device)) == every
     assert anchors(h5chunk.ChunkLoader(windows, 8, echo=2, device=device)) == sorted(2 * every)
     weighted = h5chunk.ChunkSampler(windows, 8, weights=np.arange(len(windows)))
-    assert set(anchors(h5chunk.ChunkLoader(windows, sampler=weighted, device=device))) <= set(every)
+    assert set(anchors(h5chunk.ChunkLoader(windows, batch_sampler=weighted, device=device))) <= set(every)
 
 
 @pytest.mark.parametrize("layout", ["groups", "aloha", "flat"])
@@ -541,7 +541,7 @@ def test_long_windows_of_series_need_memory_for_their_frames_only(
     rows = np.clip(anchors[:, None] + steps, limits[:, None], limits[:, None] + 4_999)
     order = [list(batch) for batch in h5chunk.ChunkSampler(windows, 100, window_chunks=3)]
     sampler = h5chunk.ChunkSampler(windows, 100, window_chunks=3)
-    with h5chunk.ChunkLoader(windows, sampler=sampler, memory_bytes=32 << 20, resident=resident) as loader:
+    with h5chunk.ChunkLoader(windows, batch_sampler=sampler, memory_bytes=32 << 20, resident=resident) as loader:
         for samples, (batch, *_) in zip(order, loader, strict=True):
             assert np.array_equal(batch, rows[samples])
 

@@ -67,7 +67,7 @@ def test_threads_ask_only_for_copies_that_are_still_known(
         if stops:
             data[range(3000)]  # all is in the cache now
         sampler = h5chunk.ChunkSampler(data, 16, window_chunks=4, interleave=1)
-        with ChunkLoader(data, sampler=sampler, device="cuda", resident=False) as loader:
+        with ChunkLoader(data, batch_sampler=sampler, device="cuda", resident=False) as loader:
             for _ in range(6):
                 for number, (some, labels) in enumerate(loader):
                     np.testing.assert_array_equal(some, images[labels])

@@ -328,7 +328,7 @@ def test_batches_are_those_of_python_threads(
 def test_a_read_that_fails_names_the_chunk(path: Path, fault: Callable[..., None], kind: int, reason: str) -> None:
     dataset = ChunkDataset(path, fields=["images"])
     sampler = ChunkSampler(dataset, 16, window_chunks=2)
-    loader = ChunkLoader(dataset, sampler=sampler)
+    loader = ChunkLoader(dataset, batch_sampler=sampler)
     batches = iter(loader)
     next(batches)
     fault(kind)

@@ -12,9 +12,9 @@ from h5chunk.feed.stream import WindowStream
 
 
 def ordered(data: Any, batch_size: int, **order: Any) -> dict[str, Any]:
-    """The arguments ``data`` and ``sampler`` of a ChunkLoader."""
+    """The arguments ``data`` and ``batch_sampler`` of a ChunkLoader."""
     dataset = data if isinstance(data, ChunkDataset) else ChunkDataset(data)
-    return {"data": dataset, "sampler": ChunkSampler(dataset, batch_size, **order)}
+    return {"data": dataset, "batch_sampler": ChunkSampler(dataset, batch_size, **order)}
 
 
 def read_alone(loader: ChunkLoader) -> None:

@@ -102,12 +102,12 @@ def test_a_repeated_sample_is_drawn_for_anew(dataset):
         return ChunkSampler(augmented, 8, seed=5, weights=np.where(np.arange(80) % 8 == 0, 30.0, 0.2), **ranks)
 
     def loader(**ranks: int) -> ChunkLoader:
-        return ChunkLoader(some, sampler=sampler(**ranks), transforms=LIST, resident=False)
+        return ChunkLoader(some, batch_sampler=sampler(**ranks), transforms=LIST, resident=False)
 
     expected = sorted_images(loader())
     repeated = [images for images in expected.values() if len(images) > 3]
     assert len(repeated) == 10 and all(len(set(images)) > len(images) - 2 for images in repeated)
-    assert sorted_images(ChunkLoader(some, sampler=sampler(), transforms=LIST, resident=True)) == expected
+    assert sorted_images(ChunkLoader(some, batch_sampler=sampler(), transforms=LIST, resident=True)) == expected
     assert sorted_images(*(loader(rank=rank, world_size=2) for rank in range(2))) == expected
     for num_workers in (0, 2):
         assert sorted_images(DataLoader(augmented, batch_sampler=sampler(), num_workers=num_workers)) == expected
@@ -128,7 +128,7 @@ def test_ranks_without_samples(dataset):
     few = dataset.subset(np.arange(3))
     for resident in (False, True):
         samplers = [ChunkSampler(few, 2, rank=rank, world_size=2) for rank in range(2)]
-        loaders = [ChunkLoader(few, sampler=each, transforms=LIST, resident=resident) for each in samplers]
+        loaders = [ChunkLoader(few, batch_sampler=each, transforms=LIST, resident=resident) for each in samplers]
         assert len(by_sample(*loaders)) == 3
 
 
@@ -139,7 +139,7 @@ def test_torchs_loader_with_functions_behind(dataset, expected):
 
 def test_any_number_of_ranks(dataset, expected):
     samplers = [ChunkSampler(dataset, 8, seed=5, rank=rank, world_size=3) for rank in range(3)]
-    assert by_sample(*(ChunkLoader(dataset, sampler=each, transforms=LIST) for each in samplers)) == expected
+    assert by_sample(*(ChunkLoader(dataset, batch_sampler=each, transforms=LIST) for each in samplers)) == expected
 
 
 def test_resuming(dataset):

@@ -112,7 +112,7 @@ def test_ranks_hold_out_the_same(path):
         dataset = ChunkDataset(path)
         sampler = ChunkSampler(dataset, 16, rank=rank, world_size=3)
         numbers = list(sampler.order.batches())
-        with ChunkLoader(dataset, sampler=sampler, transforms=[HoldOut(0.3)]) as loader:
+        with ChunkLoader(dataset, batch_sampler=sampler, transforms=[HoldOut(0.3)]) as loader:
             for batch, rows in zip(loader, numbers, strict=True):
                 assert all(torch.equal(part, whole[rows]) for part, whole in zip(batch, expected, strict=True))
 

@@ -107,7 +107,7 @@ def open_loader(dataset: ChunkDataset, order: Order, *, device: str, **options: 
     """Open a `ChunkLoader` that yields batches in ``order``, and read its first batch."""
     with warnings_filtered("ignore"):  # the report explains why the file is read through HDF5
         sampler = ChunkSampler.of_order(dataset, order)
-        loader = ChunkLoader(dataset, sampler=sampler, device=device, **{"resident": False, **options})
+        loader = ChunkLoader(dataset, batch_sampler=sampler, device=device, **{"resident": False, **options})
     return BatchRate(loader, device, loader.order, loader.read_ahead_samples, loader.close)
 
 

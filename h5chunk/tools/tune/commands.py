@@ -61,7 +61,7 @@ def code_for(study: Study, setting: Setting, device: str) -> list[str]:
             if crop and opened == path:
                 made = f"{made[:-1]}, transforms={crop})"
         else:
-            made = f"loader = h5chunk.ChunkLoader(data, sampler={sampler}{target})"
+            made = f"loader = h5chunk.ChunkLoader(data, batch_sampler={sampler}{target})"
         return ["import h5chunk", *crops, *([data] if named or trusted or not stored else []), made]
     workers = f"num_workers={setting.num_workers}" + (", persistent_workers=True" if setting.num_workers else "")
     return [
