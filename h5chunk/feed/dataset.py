@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from h5chunk.feed.collate import (
     no_samples,
     sample_numbers,
 )
+from h5chunk.feed.filter import find_samples
 from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.sample_reader import SampleReader, SampleTransforms
 from h5chunk.feed.stored_tables import StoredNames
@@ -200,6 +202,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             torch_dtype(self.field(name).dtype, name)
         self._transforms = self._compiled(transform)
         self._samples: np.ndarray | None = None  # numbers in the file, for a subset
+        self._conditions: tuple[str, ...] = ()  # which selected the samples
         self._order: Order | None = None  # set by a sampler
         self._tables = {}
 
@@ -328,6 +331,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def subset(self, samples: Any) -> ChunkDataset:
         """Select some of the samples, in the order of the file. Chunks without selected samples are not read.
 
+        `where` selects samples by the values of their fields.
+
         Parameters
         ----------
         samples : array of bool or of int
@@ -338,8 +343,47 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         OptionError
             A number is out of range or repeated, or the mask has the wrong length.
         """
+        return self._selected(select_samples(samples, len(self)))
+
+    def _selected(self, numbers: np.ndarray) -> ChunkDataset:
+        """Return a subset of samples whose numbers are ascending."""
         part = copy(self)
-        part._samples = self.samples[select_samples(samples, len(self))]
+        part._samples = numbers if self._samples is None else self._samples[numbers]
+        return part
+
+    def where(self, condition: str | Callable[[Mapping[str, np.ndarray]], Any]) -> ChunkDataset:
+        r"""Select the samples for which a condition is true, as `subset` does; ``len()`` and ``repr()`` say how many.
+
+        ::
+
+            good = dataset.where("label in [1, 2] and quality > 3")
+            same = dataset.where(lambda values: np.isin(values["label"], [1, 2]) & (values["quality"] > 3))
+
+        Parameters
+        ----------
+        condition : str or callable
+            A text with names of fields, numbers, strings, comparisons (also ``1 < x <= 3``), ``in`` and ``not in`` with
+            a list, ``and``, ``or``, ``not``, parentheses, and the operators ``+ - * / %``. No code in it is run. Fields
+            are those with one value per sample, as for `values`; ``sample_number``, the number in this data set; and
+            ``source_name``, the name of a sample, as in `source_names`. Other names than Python's are in backticks:
+            ``\`obs/cell_type\` == "T cell"``. Fields of categories are compared with their names or their codes.
+
+            Comparisons with missing values are False: with NaN, the code of no category, and what is divided by zero;
+            ``not x == x`` is True where ``x`` is missing.
+
+            A function gets a mapping of the fields to their values, (m,) each, and returns (m,) bool. Fields of
+            categories have their codes. It is called for up to 1,048,576 samples at a time, so that memory is bounded.
+
+        Raises
+        ------
+        OptionError
+            The condition is invalid, or false for all samples.
+        FieldError
+            A field does not exist, or has more than one value per sample.
+        """
+        part = self._selected(find_samples(self, condition))
+        text = condition if isinstance(condition, str) else getattr(condition, "__name__", repr(condition))
+        part._conditions = (*self._conditions, shorten(text, 80, placeholder=" ..."))
         return part
 
     def __getstate__(self) -> dict[str, Any]:
@@ -418,11 +462,15 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         FieldError
             The file has no such field, or it has more than one value per sample.
         """
+        return self.reader_of(name)(self.samples)
+
+    def reader_of(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
+        """Return a function that reads `values` of samples, given their numbers in the file: (n,)."""
         if not isinstance(name, str):
             raise OptionError(f"name is a {type(name).__name__}: pass the name of a field as a str")
         if name in self.numbered_fields and not self.field(name).sample_shape:
-            return decoded(self.numbered_fields[name](self.samples))
-        reader, rows = self._reader.rows_of_samples(name, self.samples)
+            return lambda samples: decoded(self.numbered_fields[name](samples))
+        reader, _ = self._reader.rows_of_samples(name, np.empty(0, np.int64))
         if name not in reader.fields:
             reader = reopen_with_fields(reader, {name: name})
         field = reader.fields[name]
@@ -430,7 +478,12 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             is_fixed = field.sample_shape and min(field.sample_shape) >= 0
             shape = f"of shape {field.sample_shape}" if is_fixed else "that differ in size"
             raise FieldError(f"field {name!r} has samples {shape}: name a field with one value per sample")
-        return decoded(read_rows(reader, name, rows))
+        return lambda samples: decoded(read_rows(reader, name, self._reader.rows_of_samples(name, samples)[1]))
+
+    @property
+    def own_columns(self) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+        """Functions of sample numbers in the file, for the names that `where` knows in addition to fields."""
+        return {SAMPLE_NUMBER: self._positions, "source_name": self._source_names}
 
     @cached_property
     def read_amplification(self) -> float:
@@ -565,9 +618,13 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         fields = ", ".join(f"{x.name} {x.dtype}{list(x.sample_shape)}" for x in self._reader.fields.values())
         times = self.read_amplification
         excess = "" if times < NOTABLE else f"reads {times:.2f} x their bytes; "
-        samples, chunks = (count_text(number, "sample") for number in (len(self), self.chunk_samples))
+        chunks = count_text(self.chunk_samples, "sample")
+        whole = "" if self._samples is None else f"{len(self):,} of "
+        samples = count_text(len(self) if self._samples is None else self._reader.num_samples, "sample")
+        where = "".join(f"where {condition}; " for condition in self._conditions)
         return printable(
-            f"{type(self).__name__}({self.path!r}: {samples} of {fields}; chunks of {chunks}; {excess}{self.cache})"
+            f"{type(self).__name__}({self.path!r}: {whole}{samples} of {fields}; {where}chunks of {chunks}; "
+            f"{excess}{self.cache})"
         )
 
 

@@ -158,6 +158,9 @@ class Keyed(ChunkDataset):
         """Return the names of the classes of a field in ``labels``: (num_classes,) of str."""
         return self._classes[field] if field in self._classes else super().categories(field)
 
+    def has_categories(self, field: str) -> bool:
+        return field in self._classes or super().has_categories(field)
+
 
 def _classes_of(index: KeyedIndex, name: str, part: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the sorted classes, (num_classes,) of str, and the class of each sample, (n,) int64."""

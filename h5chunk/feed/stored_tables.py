@@ -15,6 +15,7 @@ from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.types import element_of
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.files import reopen_with_fields
+from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.source import Source
 from h5chunk.store.read.tables import SOURCE_NAMES, decoded, read_table, values_of_samples
 
@@ -28,6 +29,7 @@ class StoredNames:
     _decode: str  # how packed numbers are converted
     _samples: np.ndarray | None  # of a subset
     samples: Any  # the number of each sample in the files
+    numbered_fields: Any  # the fields that are not in the files
     _tables: dict[str, np.ndarray]  # tables that were read, shared by all subsets
 
     @property
@@ -63,12 +65,16 @@ class StoredNames:
         matches; for `Windows` and `Patches`, the name of its episode or volume. Raises `FieldError` if the file has no
         such table, as `row_ids`, `column_ids`, `column_symbols` and `categories` do.
         """
+        return self._source_names(self.samples)
+
+    def _source_names(self, samples: np.ndarray) -> np.ndarray:
+        """Return the names of samples, given their numbers in the files: (n,) of str."""
         if self._reader.groups is not None:
-            return self._names_of(self.samples)
+            return np.asarray(self._names_of(samples))
         if self._names_of(np.zeros(0, np.int64)) is None:
-            return self._of_samples(SOURCE_NAMES)
+            return self._of_samples(SOURCE_NAMES, samples)
         names = self._once("names of samples", lambda: self._names_of(np.arange(self._reader.num_samples)))
-        return names[self.samples]
+        return names[samples]
 
     def _names_of(self, samples: np.ndarray) -> Any:
         return self._reader.names_of(samples)
@@ -76,7 +82,7 @@ class StoredNames:
     @property
     def row_ids(self) -> np.ndarray:
         """Identifier of each sample in the source, such as a cell's barcode or a user's ID: (n,), int or str."""
-        return self._of_samples("row_ids")
+        return self._of_samples("row_ids", self.samples)
 
     @property
     def column_ids(self) -> np.ndarray:
@@ -105,9 +111,7 @@ class StoredNames:
         enumeration, they are the names of its values, up to the highest one; values without a name have an empty name.
         Raises `FieldError` if the field has no categories, or a named value is negative or above 65,535.
         """
-        stored = self._reader.fields.get(field)
-        if stored is None:
-            stored = reopen_with_fields(self._reader.part_of(field), {field: field}).fields[field]
+        stored = self._stored(field)
         if stored.dataset.strip("/") == "labels" and self._class_names:
             return np.array(self._class_names)
         where = f"{printable(self._reader.path)}: field {field!r}"
@@ -123,6 +127,20 @@ class StoredNames:
         if not stored.categories:
             raise FieldError(f"{where} has no categories: name a field of codes, or an enumeration")
         return self._common(stored.categories, field)
+
+    def has_categories(self, field: str) -> bool:
+        """Return whether the values of a field are codes of `categories`. Raises FieldError if there is no field."""
+        if field in self.numbered_fields:
+            return False
+        stored = self._stored(field)
+        has_classes = stored.dataset.strip("/") == "labels" and bool(self._class_names)
+        is_enumeration = isinstance(stored, Field) and min(stored.names, default=-1) >= 0
+        return has_classes or is_enumeration or bool(stored.categories)
+
+    def _stored(self, field: str) -> Field | RaggedField:
+        """Return the description of a field, or of another dataset of the files."""
+        stored = self._reader.fields.get(field)
+        return stored or reopen_with_fields(self._reader.part_of(field), {field: field}).fields[field]
 
     def statistics(self, field: str) -> FieldStatistics:
         """Return the mean and standard deviation of each channel of a field, over all samples of the files.
@@ -141,8 +159,8 @@ class StoredNames:
         ]
         return merged(found)
 
-    def _of_samples(self, name: str) -> np.ndarray:
-        source, rows = self._reader.rows_of_samples(name, self.samples)
+    def _of_samples(self, name: str, samples: np.ndarray) -> np.ndarray:
+        source, rows = self._reader.rows_of_samples(name, samples)
         table = self._once(name, lambda: np.concatenate([values_of_samples(file, name) for file in source.readers]))
         return table if len(rows) == len(table) and self._samples is None else table[rows]
 

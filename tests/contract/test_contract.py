@@ -294,6 +294,17 @@ def test_subset(made: Made) -> None:
 
 
 @feature
+def test_where(made: Made) -> None:
+    dataset = made.open()
+    part = dataset.where("sample_number % 3 == 1 and sample_number < 20")
+    numbers = np.arange(len(dataset))
+    wanted = numbers[(numbers % 3 == 1) & (numbers < 20)]
+    assert part.subset_samples.tolist() == wanted.tolist()
+    made.check(part, part[range(len(part))], wanted)
+    made.check_epoch(part, made.epoch(part), [wanted[numbers] for numbers in batches_of(part)])
+
+
+@feature
 def test_values(made: Made) -> None:
     dataset, single = made.open(), made.kind.single
     at = dataset.fields.index(single)

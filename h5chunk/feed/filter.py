@@ -1,0 +1,125 @@
+"""Find the samples of a data set for which a condition is true, a part of the data set at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from h5chunk.errors import FieldError, OptionError, count_text, names_text
+from h5chunk.plan.condition import Column, Condition
+
+if TYPE_CHECKING:
+    from h5chunk.feed.dataset import ChunkDataset
+
+PART_SAMPLES = 1 << 20  # samples whose values are in memory at a time, and are passed to a function
+Function = Callable[[Mapping[str, np.ndarray]], Any]
+
+
+def find_samples(dataset: ChunkDataset, condition: str | Function) -> np.ndarray:
+    """Return the numbers of the samples for which a condition is true: (n,) int64, ascending.
+
+    Raises OptionError if the condition is invalid, or false for all samples.
+    """
+    parsed = Condition(condition) if isinstance(condition, str) else None
+    columns, found = _Columns(dataset, parsed), [np.empty(0, np.int64)]
+    for start in range(0, max(1, len(dataset)), PART_SAMPLES):
+        values = _Values(columns, start, min(start + PART_SAMPLES, len(dataset)))
+        found.append(np.flatnonzero(_mask(condition if parsed is None else parsed, values)) + start)
+    numbers = np.concatenate(found)
+    if not len(numbers):
+        text = repr(condition) if parsed is None else repr(parsed.text)
+        seen = "".join(f"; {name} is from {low} to {high}" for name, (low, high) in columns.ranges.items())
+        seen += "".join(f"; {name} has values such as {example!r}" for name, example in columns.examples.items())
+        raise OptionError(
+            f"the condition {text} is false for all {count_text(len(dataset), 'sample')}{seen}: change the condition"
+        )
+    return numbers
+
+
+def _mask(condition: Any, values: _Values) -> np.ndarray:
+    """Return for which samples a condition or a function is true: (n,) bool."""
+    if isinstance(condition, Condition):
+        return condition.mask(values.column, values.num_samples)
+    if not callable(condition):
+        raise OptionError(f"condition is a {type(condition).__name__}: pass a str, or a function of the values")
+    mask = np.asarray(condition(values))
+    if mask.dtype != bool or mask.shape != (values.num_samples,):
+        raise OptionError(
+            f"the condition returns {mask.dtype} of shape {mask.shape}: return a bool for each sample, of shape "
+            f"({values.num_samples},), as in lambda values: values['labels'] == 1"
+        )
+    return mask
+
+
+class _Columns:
+    """The fields of a data set that have one value per sample. Each is opened when it is first used."""
+
+    def __init__(self, dataset: ChunkDataset, condition: Condition | None) -> None:
+        self.dataset, self._condition = dataset, condition
+        self.ranges: dict[str, tuple[Any, Any]] = {}  # the smallest and largest number of each field that was read
+        self.examples: dict[str, str] = {}  # the first string of each field that was read
+        self._opened: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Any]] = {}
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The fields of the data set with one value per sample."""
+        fields = {name: self.dataset.field(name) for name in self.dataset.fields}
+        return [name for name, field in fields.items() if not field.sample_shape]
+
+    def read(self, name: str, samples: np.ndarray) -> Column:
+        """Read values of samples, given their numbers in the file: (n,)."""
+        try:
+            if name not in self._opened:
+                self._opened[name] = self._open(name)
+            read, categories = self._opened[name]
+            values = read(samples)
+        except (FieldError, OptionError) as error:
+            if self._condition is None:
+                raise
+            remedy = f"the fields with one value per sample are {names_text((*self.names, *self.dataset.own_columns))}"
+            raise type(error)(self._condition.error(name, f"{error}; {remedy}")) from None
+        if values.dtype.kind in "biuf" and len(values):
+            bounds = np.fmin.reduce(values), np.fmax.reduce(values)
+            low, high = self.ranges.get(name, bounds)
+            self.ranges[name] = min(low, bounds[0]), max(high, bounds[1])
+        if values.dtype.kind == "U" and len(values):
+            self.examples.setdefault(name, str(values[0]))
+        is_coded = categories is not None and values.dtype.kind == "i"
+        return Column(values, values < 0 if is_coded else False, categories)
+
+    def _open(self, name: str) -> tuple[Callable[[np.ndarray], np.ndarray], Any]:
+        if name in self.dataset.own_columns and name not in self.dataset.fields:
+            return self.dataset.own_columns[name], None
+        read = self.dataset.reader_of(name)
+        has_categories = self.dataset.has_categories(name)
+        return read, partial(self.dataset.categories, name) if has_categories else None
+
+
+class _Values(Mapping[str, np.ndarray]):
+    """The values of some samples of a data set, by field: (n,) each, read when they are first used."""
+
+    def __init__(self, columns: _Columns, start: int, stop: int) -> None:
+        self._columns, self.num_samples, self._read = columns, stop - start, dict[str, Column]()
+        subset = columns.dataset.subset_samples
+        self._samples = np.arange(start, stop) if subset is None else subset[start:stop]
+
+    def column(self, name: str) -> Column:
+        """Return a field with the names of its categories."""
+        if name not in self._read:
+            self._read[name] = self._columns.read(name, self._samples)
+        return self._read[name]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return np.asarray(self.column(name).values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns.names)
+
+    def __len__(self) -> int:
+        return len(self._columns.names)
