@@ -20,11 +20,13 @@ from support.foreign import make_file, values
 from support.new_datasets import create
 from support.open_fields import OpenField, direct_field, open_field
 
+from h5chunk import native
 from h5chunk.errors import FileError
 from h5chunk.plan.order import Order
 from h5chunk.store.hdf5 import ranges
 from h5chunk.store.hdf5.chunk_table import list_chunks
 from h5chunk.store.hdf5.ranges import MAX_VECTORS, RUN_BYTES
+from h5chunk.store.read.engine import BoxReader
 from h5chunk.store.read.field_readers import field_readers, read_rows, scratch_bytes
 from h5chunk.store.read.reader import H5Reader
 
@@ -259,6 +261,22 @@ def test_windows_that_cut_chunks(tmp_path, decoded, chunk, batch, shuffle, num_t
         np.testing.assert_array_equal(out, data[samples])
     if num_threads == 1:
         assert len(decoded) <= order.num_chunks + (1 if shuffle and 203 % chunk else 0)
+
+
+@pytest.mark.skipif(not native.available(), reason="the native library was not built")
+def test_a_chunk_that_one_thread_decodes_is_not_yet_used_by_native_threads(tmp_path, monkeypatch):
+    data = encoded(tmp_path / "a.h5", **FILTERS["gzip"])
+    field, found, decode = direct_field(tmp_path / "a.h5"), [], BoxReader.decode
+
+    def decode_slowly(reader, files, block, values):
+        for byte in (1, 2):  # until a decoder is done, its memory may have anything
+            values[:] = byte
+            found.append(field.read([1, 2]))
+        decode(reader, files, block, values)
+
+    monkeypatch.setattr(BoxReader, "decode", decode_slowly)
+    assert field.read([0]).tobytes() == data[:1].tobytes()
+    assert [each.tobytes() for each in found] == [data[1:3].tobytes()] * 2
 
 
 def test_chunks_that_are_kept_are_forgotten(tmp_path, decoded):

@@ -65,10 +65,15 @@ CACHE_BYTES = 256 << 20  # limit on the decoded blocks that are kept for all fie
 
 
 class Kept:
-    """The memory of a decoded block, (n,) uint8, whose ``state`` is one of `h5chunk.native.EMPTY` to ``FULL``."""
+    """A decoded block that is kept.
+
+    ``memory`` has its bytes, (n,) uint8, and their state, (1,) int32, one of `h5chunk.native.EMPTY` to ``FULL``. Only
+    native threads fill this memory. A Python thread, which holds the lock, replaces it by full memory.
+    """
 
     def __init__(self, num_bytes: int) -> None:
-        self.lock, self.values, self.state = threading.Lock(), np.empty(num_bytes, np.uint8), np.zeros(1, np.int32)
+        self.lock = threading.Lock()
+        self.memory = np.empty(num_bytes, np.uint8), np.zeros(1, np.int32)
 
 
 class BlockCache:
@@ -93,12 +98,13 @@ class BlockCache:
         """Return a decoded block, (num_bytes,) uint8. ``read`` fills it if it is not kept."""
         kept = self.find(key, num_bytes)
         assert kept is not None
-        if kept.state[0] != FULL:
-            with kept.lock:  # other threads wait for the one that decodes the block
-                if kept.state[0] != FULL:
-                    read(kept.values)
-                    kept.state[0] = FULL
-        return kept.values
+        if kept.memory[1][0] != FULL:
+            with kept.lock:  # other Python threads wait for the one that decodes the block
+                if kept.memory[1][0] != FULL:
+                    values = np.empty(num_bytes, np.uint8)  # a native thread may be filling the other memory
+                    read(values)
+                    kept.memory = values, np.array([FULL], np.int32)
+        return kept.memory[0]
 
     def find(self, key: tuple[object, int], num_bytes: int, *, is_made: bool = True) -> Kept | None:
         """Return the memory of a block, which its user must fill if it is empty.
@@ -114,7 +120,7 @@ class BlockCache:
                 self._num_bytes += num_bytes
             self._blocks.move_to_end(key)
             while self._num_bytes > self.limit_bytes and len(self._blocks) > 1:
-                self._num_bytes -= len(self._blocks.popitem(last=False)[1].values)
+                self._num_bytes -= len(self._blocks.popitem(last=False)[1].memory[0])
         return kept
 
 
@@ -336,8 +342,8 @@ class BoxReader:
         for file, own in _groups(arrays.blocks.file[blocks]):
             yield BlocksTask(self, table[own], blocks[own], (parts.table, shapes, kept), out, file)
 
-    def _kept_of(self, table: np.ndarray, blocks: np.ndarray, wanted: np.ndarray) -> list[Kept]:
-        """Find or make the cache's memory for blocks, and note it in their table.
+    def _kept_of(self, table: np.ndarray, blocks: np.ndarray, wanted: np.ndarray) -> list[Any]:
+        """Find or make the cache's memory for blocks, note it in their table, and return it.
 
         If not all fit into the cache, the last ones do, because the next window may need these.
         """
@@ -349,8 +355,8 @@ class BoxReader:
         ):
             kept = self.cache.find((self._key, block), size, is_made=is_made)
             if kept is not None:
-                table["target"][row], table["state"][row] = kept.values.ctypes.data, kept.state.ctypes.data
-                found.append(kept)
+                found.append(memory := kept.memory)
+                table["target"][row], table["state"][row] = (each.ctypes.data for each in memory)
         return found
 
     def _at(self, file: int) -> Callable[[int], str]:
