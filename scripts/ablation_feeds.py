@@ -96,7 +96,7 @@ def open_dataset(settings: Settings) -> Any:
         transform = v2.Compose([v2.RandomResizedCrop(settings.augment, antialias=True), v2.RandomHorizontalFlip()])
     if settings.loader == "folder":
         return FolderImages(settings.data, transform, settings.image_size)
-    return ablation_train.open_dataset(settings.data, transform=transform)
+    return ablation_train.open_dataset(settings.data, transforms=transform)
 
 
 def make_loader(settings: Settings, dataset: Any) -> Any:

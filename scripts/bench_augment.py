@@ -98,7 +98,7 @@ def torchvision(args: argparse.Namespace) -> Epoch:
     from torchvision.transforms import v2
 
     each = v2.Compose([v2.RandomResizedCrop(args.size, antialias=True), v2.RandomHorizontalFlip()])
-    dataset = h5chunk.ChunkDataset(packed(args), transform=each)
+    dataset = h5chunk.ChunkDataset(packed(args), transforms=each)
     sampler = h5chunk.ChunkSampler(dataset, BATCH)
     loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=args.threads)
     return lambda: counted(loader)

@@ -86,7 +86,7 @@ def torchvisions_loader(path: Path, args: argparse.Namespace) -> Loader:
     last = [v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
 
     def make(recipe: str, seed: int) -> Iterable[Any]:
-        dataset = h5chunk.ChunkDataset(path, transform=v2.Compose([first[recipe], *last]))
+        dataset = h5chunk.ChunkDataset(path, transforms=v2.Compose([first[recipe], *last]))
         workers = {"num_workers": args.workers, "persistent_workers": args.workers > 0}
         return DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, BATCH, seed=seed), **workers)
 

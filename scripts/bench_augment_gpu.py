@@ -145,7 +145,7 @@ def torchvision_rates(path: Path, images: torch.Tensor, size: int) -> dict[str, 
 
     each = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
     rate = work_rate(lambda: len(torch.stack([each(image) for image in images[:BATCH]])))
-    dataset, workers = h5chunk.ChunkDataset(path, transform=each), os.cpu_count() or 1
+    dataset, workers = h5chunk.ChunkDataset(path, transforms=each), os.cpu_count() or 1
     sampler = h5chunk.ChunkSampler(dataset, BATCH)
     loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=workers, pin_memory=True)
     batches = iter(loader)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ from h5chunk.store.read.ragged import ImagesField
 from h5chunk.store.read.samples import FieldReader
 from h5chunk.store.read.source import Source
 from h5chunk.store.read.windows import WindowReader
-from h5chunk.transforms import BATCH_TRANSFORMS, Converter, Transforms
+from h5chunk.transforms import BATCH_TRANSFORMS, Converter, Transforms, transforms_by_field
 from h5chunk.transforms.any_size import AnySizeConverter
 
 LOADING_BYTES = 8 << 20  # size of the pieces in which resident data is read
@@ -161,7 +161,7 @@ def _field_readers(source: Source, way: str) -> tuple[dict[str, FieldReader], di
 def find_data(data: Paths | ChunkDataset, transforms: Transforms | None) -> tuple[ChunkDataset, Transforms | None]:
     """Return the data set and the transforms of its batches.
 
-    Raise OptionError if the loader would ignore a transform or an overridden method of the data set.
+    Raise OptionError if the loader would ignore transforms or an overridden method of the data set.
     """
     if not isinstance(data, ChunkDataset):
         if isinstance(data, Dataset):
@@ -175,16 +175,16 @@ def find_data(data: Paths | ChunkDataset, transforms: Transforms | None) -> tupl
         raise OptionError(
             f"{type(data).__name__} overrides {changed[0]}, which a ChunkLoader does not call: pass transforms= instead"
         )
-    own_transforms: Transforms = [data.transform] if callable(data.transform) else data.transform or ()
-    if not own_transforms:
+    own = transforms_by_field(data.transforms, {name: data.field(name) for name in data.fields})
+    if not any(own.values()):
         return data, transforms
-    lists = own_transforms.values() if isinstance(own_transforms, Mapping) else [own_transforms]
-    if transforms is not None or not all(isinstance(item, BATCH_TRANSFORMS) for part in lists for item in part):
+    if transforms is not None or not all(isinstance(item, BATCH_TRANSFORMS) for part in own.values() for item in part):
         raise OptionError(
-            "a ChunkLoader cannot apply the data set's transform, because it is for single samples, or the loader has "
-            "transforms too: pass it to the loader as transforms=, and remove it with dataset.with_transform(None)"
+            "a ChunkLoader cannot apply the data set's transforms, because they are for single samples, or the loader "
+            "has transforms too: pass them to the loader as transforms=, and remove them with "
+            "dataset.with_transforms(None)"
         )
-    return data, own_transforms
+    return data, data.transforms
 
 
 def _without_strings(path: Paths, dataset: ChunkDataset) -> ChunkDataset:

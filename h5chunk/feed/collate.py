@@ -105,8 +105,8 @@ class Batch(list[Any]):
         if len(sizes) > 1:
             one, other = (" x ".join(map(str, size)) for size in sorted(sizes)[:2])
             raise FieldError(
-                f"the images of a batch differ in size ({one}, {other}): pass ChunkDataset a transform that makes them "
-                "equal in size, such as transform=[RandomResizedCrop(224)] or [Resize(256), CenterCrop(224)]"
+                f"the images of a batch differ in size ({one}, {other}): pass ChunkDataset transforms that make them "
+                "equal in size, such as transforms=[RandomResizedCrop(224)] or [Resize(256), CenterCrop(224)]"
             )
         fields = tuple(torch.stack(field) if is_image else field for field, is_image in pairs)
         return Batch(fields, len(self), self._packed)

@@ -51,7 +51,7 @@ from h5chunk.store.read.tables import decoded
 from h5chunk.transforms import Transforms
 
 OTHER_TRANSFORMS = (
-    'assign dataset.transform = {"labels": [function]} to transform the field labels, for example; for a function of '
+    'assign dataset.transforms = {"labels": function} to transform the field labels, for example; for a function of '
     "several fields, define __getitem__ in a subclass"
 )
 
@@ -119,12 +119,13 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         is float32, or float64 for stored float64 and for integers of 32 or 64 bits unless their scale is float32. With
         ``_Unsigned``, signed integers are read as unsigned ones. Each file, episode or volume may be packed in another
         way. Only datasets with such attributes are converted. Default: the stored numbers.
-    transform : callable, list of callables, or dict of lists, optional
+    transforms : callable, list of callables, or dict of these, optional
         Applied to the first field of each sample, as torchvision's ``transform`` is to the image, or to several fields
-        by name. If the first transforms are objects of `h5chunk.transforms` that augment images or convert a matrix,
-        they are applied to whole batches as they are read: ``transform=[Log1p(1e4), Dense(torch.float16)]``. By
-        default, a matrix becomes dense float32, which rounds float64 (``Dense(torch.float64)`` does not). With
-        ``Csr()`` a batch is one ``torch.sparse_csr`` tensor, also from a worker, and a single row is a sparse tensor.
+        by name. A `ChunkLoader` takes the same, but calls functions with batches. If the first transforms are objects
+        of `h5chunk.transforms` that augment images or convert a matrix, they are applied to whole batches as they are
+        read: ``transforms=[Log1p(1e4), Dense(torch.float16)]``. By default, a matrix becomes dense float32, which
+        rounds float64 (``Dense(torch.float64)`` does not). With ``Csr()`` a batch is one ``torch.sparse_csr`` tensor,
+        also from a worker, and a single row is a sparse tensor.
     cache_dir : path, optional
         For URLs: a folder on a local disk that caches data for later epochs and runs. Processes on a host share it,
         and each version of an object has a separate copy. Files with checksums are checked (``checksums`` is
@@ -161,7 +162,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         trusted: bool = False,
         checksums: str = OFF,
         decode: str | None = None,
-        transform: Callable[[Any], Any] | Transforms | None = None,
+        transforms: Transforms | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -200,7 +201,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         self._names = tuple(dict.fromkeys((*_with_columns(named or (), found), *found)))
         for name in self._names:
             torch_dtype(self.field(name).dtype, name)
-        self._transforms = self._compiled(transform)
+        self._transforms = self._compiled(transforms)
         self._samples: np.ndarray | None = None  # numbers in the file, for a subset
         self._conditions: tuple[str, ...] = ()  # which selected the samples
         self._order: Order | None = None  # set by a sampler
@@ -210,42 +211,42 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         super().__init_subclass__(**options)
         if {"transform", "transforms", "target_transform"} & {*vars(cls)} and not _has_own_getitem(cls):
             raise OptionError(
-                f"{cls.__name__} defines a transform, which would never be called: pass transform= to the constructor, "
-                "or define __getitem__, too"
+                f"{cls.__name__} defines a transform, which would never be called: pass transforms= to the "
+                "constructor, or define __getitem__, too"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("transforms", "target_transform") and value is not None and not _has_own_getitem(type(self)):
+        if name in ("transform", "target_transform") and value is not None and not _has_own_getitem(type(self)):
             raise OptionError(f"{name} would never be called: {OTHER_TRANSFORMS}")
         super().__setattr__(name, value)
 
     @property
-    def transform(self) -> Any:
-        """The ``transform`` of this data set. Workers of a DataLoader that are running already keep the old one."""
+    def transforms(self) -> Transforms | None:
+        """The ``transforms`` of this data set. Workers of a DataLoader that are running already keep the old ones."""
         return self._transforms.given
 
-    @transform.setter
-    def transform(self, transform: Any) -> None:
+    @transforms.setter
+    def transforms(self, transforms: Transforms | None) -> None:
         if _has_own_getitem(type(self)):
             raise OptionError(
-                f"{type(self).__name__} has its own __getitem__, and super().__getitem__() would call this transform, "
-                "too: use another name for it, such as self.augment"
+                f"{type(self).__name__} has its own __getitem__, and super().__getitem__() would call these "
+                "transforms, too: use another name for them, such as self.augment"
             )
-        self._transforms = self._compiled(transform)
+        self._transforms = self._compiled(transforms)
         self.__dict__.pop("_sample_reader", None)
 
-    def with_transform(self, transform: Any) -> ChunkDataset:
-        """Return a copy of this data set with another transform, for example for one part of a split.
+    def with_transforms(self, transforms: Transforms | None) -> ChunkDataset:
+        """Return a copy of this data set with other transforms, for example for one part of a split.
 
-        `ChunkLoader` accepts a transform only if it consists of objects of `h5chunk.transforms`; otherwise it raises
-        OptionError.
+        `ChunkLoader` accepts the transforms of a data set only if all are objects of `h5chunk.transforms`; otherwise it
+        raises OptionError.
         """
         other = copy(self)
-        other._transforms = self._compiled(transform)
+        other._transforms = self._compiled(transforms)
         return other
 
-    def _compiled(self, transform: Any) -> SampleTransforms:
-        return SampleTransforms(transform, {name: self.field(name) for name in self._names})
+    def _compiled(self, transforms: Transforms | None) -> SampleTransforms:
+        return SampleTransforms(transforms, {name: self.field(name) for name in self._names})
 
     def field(self, name: str) -> Field | RaggedField:
         """Return the description of a field: its shape, dtype and chunks."""

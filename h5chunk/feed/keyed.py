@@ -22,6 +22,7 @@ from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import SAMPLE_NUMBER, attribute_defaults
 from h5chunk.store.read.files import Paths, list_data_files, single_file
 from h5chunk.store.read.keyed import keyed_source
+from h5chunk.transforms import Transforms
 
 QUIET_S = 1.0  # time after which progress is shown on a terminal
 
@@ -74,7 +75,7 @@ class Keyed(ChunkDataset):
         Fields that are parts of the samples' keys as class numbers (int64), by name. ``{"label": 0}`` is the first
         part: for ``"*/*/pixels"``, the name of the outer group. The classes are sorted by name; `classes` has the names
         of a single such field, and `categories` of any. A negative number counts from the last part.
-    transform, trusted, decode, cache_dir, cache_bytes, storage_options
+    transforms, trusted, decode, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
     checksums : {"off"}
         The samples are not compared with checksums.
@@ -98,7 +99,7 @@ class Keyed(ChunkDataset):
         *,
         attributes: Sequence[str] | Mapping[str, Any] = (),
         labels: Mapping[str, int] | None = None,
-        transform: Any = None,
+        transforms: Transforms | None = None,
         trusted: bool = False,
         checksums: str = OFF,
         decode: str | None = None,
@@ -145,7 +146,7 @@ class Keyed(ChunkDataset):
             keyed_source(files, wanted, index),
             fields={**patterns, **dict.fromkeys(numbered, SAMPLE_NUMBER)},
             decode=decode,
-            transform=transform,
+            transforms=transforms,
         )
 
     @property

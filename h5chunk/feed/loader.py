@@ -87,8 +87,8 @@ class ChunkLoader(Resumable):
     Parameters
     ----------
     data : path, sequence of paths, or ChunkDataset
-        One or several files, as for `ChunkDataset`; or a data set, which chooses fields and a subset. Its transform is
-        used if it consists of objects of `h5chunk.transforms`; any other transform raises OptionError.
+        One or several files, as for `ChunkDataset`; or a data set, which chooses fields and a subset. Its transforms
+        are used if all are objects of `h5chunk.transforms`; any other transform raises OptionError.
     batch_size : int, optional
         Required unless ``batch_elements`` or ``batch_sampler`` is given.
     batch_elements : int, optional
@@ -104,7 +104,7 @@ class ChunkLoader(Resumable):
         Seed of the order.
     drop_last : bool
         Leave out the last batch if it is not full.
-    transforms : list or dict of lists, optional
+    transforms : callable, list of callables, or dict of these, optional
         Transforms of the first field, or of several fields by name: objects of `h5chunk.transforms`, such as
         ``Normalize(mean, std)``, or functions of a batch. Default: images as they are stored, and rows of a matrix as
         dense float32.
@@ -252,7 +252,7 @@ class ChunkLoader(Resumable):
             name: [replace(one, channels_last=False) if isinstance(one, ToDtype) else one for one in each]
             for name, each in leading.items()
         }
-        return self._data.with_transform(of_samples) if any(of_samples.values()) else self._data
+        return self._data.with_transforms(of_samples) if any(of_samples.values()) else self._data
 
     def collate_fn(self, samples: Any) -> tuple[Any, ...]:
         """Make a batch of this loader from samples of its `dataset`, on its device."""

@@ -30,6 +30,7 @@ from h5chunk.store.read.field_readers import field_readers
 from h5chunk.store.read.fields import SAMPLE_NUMBER, Fields, named_paths
 from h5chunk.store.read.files import Paths, list_data_files
 from h5chunk.store.read.volumes import POSITION, WEIGHTS, PatchReader, VolumeBoxes, VolumeField, Volumes, open_volumes
+from h5chunk.transforms import Transforms
 
 PADDINGS = ("none", "edge", "reflect")
 
@@ -91,7 +92,7 @@ class Patches(ChunkDataset):
         without the halo.
     seed : int
         Random seed for the positions.
-    transform, trusted, checksums, decode, cache_dir, cache_bytes, storage_options
+    transforms, trusted, checksums, decode, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
 
     Raises
@@ -117,7 +118,7 @@ class Patches(ChunkDataset):
         cell_bytes: int = CELL_BYTES,
         positions: bool = False,
         seed: int = 0,
-        transform: Any = None,
+        transforms: Transforms | None = None,
         trusted: bool = False,
         checksums: str = OFF,
         decode: str | None = None,
@@ -166,7 +167,7 @@ class Patches(ChunkDataset):
                     stacklevel=2,
                 )
         source = PatchReader(volumes.with_fields(padded), plan, has_positions=positions)
-        super().__init__(source, fields=named, decode=decode, transform=transform)
+        super().__init__(source, fields=named, decode=decode, transforms=transforms)
 
     @property
     def _patches(self) -> PatchReader:
@@ -243,7 +244,7 @@ class Patches(ChunkDataset):
             PatchReader(source.volumes, tiles, has_positions=True),
             fields=fields,
             decode=self._decode,
-            transform=self.transform,
+            transforms=self.transforms,
         )
         return other
 

@@ -44,6 +44,7 @@ from h5chunk.transforms import (
     Converter,
     Normalize,
     ToDtype,
+    Transforms,
     check_first,
     compile_transforms,
     transforms_by_field,
@@ -67,10 +68,9 @@ class SampleTransforms:
     ``converters`` convert batches: the rows of a matrix, samples of different lengths, and images that are augmented.
     """
 
-    def __init__(self, transform: Any, fields: Mapping[str, Field | RaggedField]) -> None:
-        self.given = transform
-        listed = [transform] if callable(transform) else transform
-        by_field = transforms_by_field(listed, fields, "transform")
+    def __init__(self, transforms: Transforms | None, fields: Mapping[str, Field | RaggedField]) -> None:
+        self.given = transforms
+        by_field = transforms_by_field(transforms, fields)
         self.converters: dict[str, Converter] = {}
         self._each: list[Sequence[Callable[[Any], Any]]] = []  # of each value of a sample
         for name, field in fields.items():
@@ -85,16 +85,18 @@ class SampleTransforms:
         stored = torch_dtype(field.dtype, field.name)
         check_first(transforms, field, stored)
         if any(isinstance(each, ToDtype) and each.channels_last for each in transforms):
-            raise OptionError("channels_last is for batches, but transform is for single samples: use a ChunkLoader")
+            raise OptionError(
+                "channels_last is for batches, but a data set transforms single samples: use a ChunkLoader"
+            )
         needs = field.scale is not None or isinstance(field, SeriesField)
         if needs or any(isinstance(each, AUGMENTING) for each in transforms):
             converter, others = compile_transforms(transforms, field, stored, fresh)
             if isinstance(converter, RowConverter) and converter.makes_csr and others:
                 raise OptionError(
-                    "transform has functions of a sample, but Csr makes whole batches: pass them as collate_fn"
+                    "transforms has functions of a sample, but Csr makes whole batches: pass them as collate_fn"
                 )
             if isinstance(converter, RaggedConverter) and others:
-                raise OptionError("transform has functions of a sample after Pad or Pack: pass them as collate_fn")
+                raise OptionError("transforms has functions of a sample after Pad or Pack: pass them as collate_fn")
             assert not isinstance(converter, ImageConverter)
             self.converters[field.name], transforms = converter, others
         return tuple(

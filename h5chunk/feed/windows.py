@@ -24,6 +24,7 @@ from h5chunk.store.read.fields import Field, Fields, attribute_defaults, named_p
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.source import Groups
 from h5chunk.store.read.windows import Episodes, WindowReader
+from h5chunk.transforms import Transforms
 
 IS_PAD = "_is_pad"
 PADDINGS = ("none", "edge")
@@ -103,7 +104,7 @@ class Windows(ChunkDataset):
         means that no episode may lack it.
     seed : int
         Random seed for ``goal="future"``.
-    transform, trusted, checksums, decode, cache_dir, cache_bytes, storage_options
+    transforms, trusted, checksums, decode, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
 
     Raises
@@ -131,7 +132,7 @@ class Windows(ChunkDataset):
         constants: Sequence[str] = (),
         attributes: Sequence[str] | Mapping[str, Any] = (),
         seed: int = 0,
-        transform: Any = None,
+        transforms: Transforms | None = None,
         trusted: bool = False,
         checksums: str = OFF,
         decode: str | None = None,
@@ -193,7 +194,7 @@ class Windows(ChunkDataset):
         steps |= dict.fromkeys(goals, LAST)
         futures = [name for name in goals if kinds[goals[name]] == "future"]
         source = WindowReader(episodes, anchors, steps, futures=futures, masks=masks, seed=seed)
-        super().__init__(source, fields=named, decode=decode, transform=transform)
+        super().__init__(source, fields=named, decode=decode, transforms=transforms)
 
     @property
     def episodes(self) -> np.ndarray:

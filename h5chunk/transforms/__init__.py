@@ -85,35 +85,35 @@ __all__ = [
 IMAGE_TRANSFORMS = (Normalize, ToDtype, *AUGMENTING)
 BATCH_TRANSFORMS = (*IMAGE_TRANSFORMS, *ROW_TRANSFORMS, *LENGTH_TRANSFORMS)
 Transform = Callable[[Any], Any]
-Transforms = Sequence[Transform] | Mapping[str, Sequence[Transform]]
+Transforms = Transform | Sequence[Transform] | Mapping[str, Transform | Sequence[Transform]]
 Converter = ImageConverter | AugmentConverter | RowConverter | RaggedConverter
 
 
 def transforms_by_field(
-    transforms: Transforms | None, fields: Mapping[str, Field | RaggedField], argument: str = "transforms"
+    transforms: Transforms | None, fields: Mapping[str, Field | RaggedField]
 ) -> dict[str, list[Transform]]:
-    """Return the validated transforms of each field; a plain list is for the first field."""
+    """Return the validated transforms of each field; one transform, or a plain list, is for the first field."""
     if transforms is None:
         transforms = ()
     if not isinstance(transforms, Mapping):
-        _check_masks(check_transforms(argument, transforms), fields, argument)
+        _check_masks(_listed(transforms), fields)
         transforms = {next(iter(fields)): transforms}
     for name in transforms:
         if name not in fields:
-            raise OptionError(f"{argument} has the field {name!r}, but the fields are {names_text(map(repr, fields))}")
-    return {name: check_transforms(argument, transforms.get(name, ())) for name in fields}
+            raise OptionError(f"transforms has the field {name!r}, but the fields are {names_text(map(repr, fields))}")
+    return {name: _listed(transforms.get(name, ())) for name in fields}
 
 
-def _check_masks(transforms: list[Transform], fields: Mapping[str, Field | RaggedField], argument: str) -> None:
+def _check_masks(transforms: list[Transform], fields: Mapping[str, Field | RaggedField]) -> None:
     """Raise OptionError if transforms would crop or flip the first field, but not another one of the same size."""
     moved = next((transform for transform in transforms if isinstance(transform, GEOMETRIC)), None)
     first, *others = fields
     like = next((name for name in others if _sides(fields[name]) == _sides(fields[first]) is not None), None)
     if moved is not None and like is not None:
         raise OptionError(
-            f"{argument} is a list, which changes {first!r} alone, so {like!r}, of the same height and width, would no "
+            f"transforms is a list, which changes {first!r} alone, so {like!r}, of the same height and width, would no "
             f"longer fit it after {type(moved).__name__}: pass a list for each, as in "
-            f"{argument}={{{first!r}: [...], {like!r}: [...]}}"
+            f"transforms={{{first!r}: [...], {like!r}: [...]}}"
         )
 
 
@@ -131,13 +131,15 @@ def _image_axis(field: Any) -> int:
     return 0 if field.axes.startswith(WINDOW) else channel_axis(field.sample_shape, field.axes)
 
 
-def check_transforms(name: str, transforms: Any) -> list[Transform]:
-    """Validate the list of transforms in the argument ``name``; raise OptionError if it is invalid."""
+def _listed(transforms: Any) -> list[Transform]:
+    """Return one transform, or a sequence of them, as a list; raise OptionError if one cannot be called."""
+    if callable(transforms):
+        transforms = [transforms]
     if isinstance(transforms, (str, bytes)) or not isinstance(transforms, Sequence):
-        raise OptionError(f"{name} is {transforms!r}: pass a list of objects of h5chunk.transforms, or functions")
+        raise OptionError(f"transforms is {transforms!r}: pass a list of objects of h5chunk.transforms, or functions")
     for transform in transforms:
         if isinstance(transform, type) or not callable(transform):
-            raise OptionError(f"{name} has {transform!r}: pass objects of h5chunk.transforms, or functions")
+            raise OptionError(f"transforms has {transform!r}: pass objects of h5chunk.transforms, or functions")
     return list(transforms)
 
 

@@ -48,7 +48,7 @@ class Kind:
     single, numbers = "labels", "images"
     fields: Any = ("images", "labels")
     options: Mapping[str, Any] = {}
-    transform: Sequence[Any] = ()
+    transforms: Sequence[Any] = ()
     is_coded = False  # whether parts of a chunk cannot be read alone
     empty: Mapping[str, Empty] = {}
 
@@ -71,7 +71,7 @@ class Kind:
     def open(self, paths: Sequence[Any], *, numbered: bool = False, **options: Any) -> Any:
         """Open files or URLs; ``numbered`` adds the field ``sample_number``."""
         fields = (*self.fields, "sample_number") if numbered else self.fields
-        given = {"transform": [*self.transform]} if self.transform else {}
+        given = {"transforms": [*self.transforms]} if self.transforms else {}
         return h5chunk.ChunkDataset(paths, fields=fields, **{**self.options, **given, **options})
 
     def samples(self, paths: Sequence[Path]) -> list[Sample]:
@@ -269,7 +269,7 @@ class AnySize(Kind):
     """Images that differ in size, of which the batches have the middle."""
 
     form: Mapping[str, Any] = {}
-    transform = (CenterCrop(6),)
+    transforms = (CenterCrop(6),)
     empty: Mapping[str, Empty] = NO_STATISTICS
 
     def write(self, folder: Path, seed: int) -> list[Path]:

@@ -363,7 +363,7 @@ def total(value: torch.Tensor) -> torch.Tensor:
 
 @feature
 def test_transform(made: Made) -> None:
-    dataset, changed = made.open(), made.open().with_transform([*made.kind.transform, total])
+    dataset, changed = made.open(), made.open().with_transforms([*made.kind.transforms, total])
     if not dataset.epoch_samples:
         torch.testing.assert_close(changed[3][0], total(torch.as_tensor(dataset[3][0])))
     sampler = h5chunk.ChunkSampler(changed, BATCH)
@@ -379,8 +379,8 @@ def reversed_batch(batch: torch.Tensor) -> torch.Tensor:
 @feature
 def test_batch_transform(made: Made) -> None:
     dataset = made.open()
-    transforms = [*made.kind.transform, reversed_batch]
-    with h5chunk.ChunkLoader(dataset.with_transform(None), BATCH, transforms=transforms) as loader:
+    transforms = [*made.kind.transforms, reversed_batch]
+    with h5chunk.ChunkLoader(dataset.with_transforms(None), BATCH, transforms=transforms) as loader:
         for batch, numbers in zip(loader, batches_of(dataset), strict=True):
             made.check(dataset, (batch[0].flip(0), *batch[1:]), numbers, 0)
 

@@ -172,7 +172,7 @@ def test_several_files_and_subsets(photos, kept, raw, tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_data_set_in_a_data_loader(kept, workers):
-    dataset = h5chunk.ChunkDataset(kept, transform=[*RANDOM, Normalize(0.5, 0.25)])
+    dataset = h5chunk.ChunkDataset(kept, transforms=[*RANDOM, Normalize(0.5, 0.25)])
     sampler = h5chunk.ChunkSampler(dataset, 8)
     found = list(DataLoader(dataset, batch_sampler=sampler, num_workers=workers))
     expected = all_batches(kept, transforms=[*RANDOM, Normalize(0.5, 0.25)])
@@ -379,6 +379,6 @@ def test_images_have_no_values(form, request):
 
 
 def test_several_samples_are_a_tuple(kept):
-    dataset = h5chunk.ChunkDataset(kept, transform=lambda image: image[:, :20, :20])
+    dataset = h5chunk.ChunkDataset(kept, transforms=lambda image: image[:, :20, :20])
     assert type(dataset[3]) is type(dataset[[3, 4]]) is tuple
     assert dataset[[3, 4]][0].shape == (2, 3, 20, 20)

@@ -64,7 +64,7 @@ def test_of_a_loader(path: Path, name: str, value: Any) -> None:
         ChunkLoader(path, 4, **{name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [("transform", 5), ("trusted", 5), ("trusted", [5]), ("checksums", 5)])
+@pytest.mark.parametrize(("name", "value"), [("transforms", 5), ("trusted", 5), ("trusted", [5]), ("checksums", 5)])
 def test_of_a_data_set(path: Path, name: str, value: Any) -> None:
     with pytest.raises(OptionError, match=name):
         ChunkDataset(path, **{name: value})

@@ -212,7 +212,7 @@ def test_an_own_getitem_gets_the_random_numbers_of_the_sampler(path, num_workers
             return super().__getitem__(index)
 
     def images(kind: type[ChunkDataset]) -> list[torch.Tensor]:
-        dataset = kind(path, transform=[h5chunk.transforms.RandomCrop((2, 2))])
+        dataset = kind(path, transforms=[h5chunk.transforms.RandomCrop((2, 2))])
         sampler = ChunkSampler(dataset, 16, seed=1)
         context = "fork" if num_workers else None
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, multiprocessing_context=context)
@@ -226,7 +226,7 @@ def test_code_for_trees_finds_the_tensors(path):
     dataset = ChunkDataset(path)
     assert type(dataset[3]) is tuple
     batch = dataset.__getitems__([3, 4])
-    for tree in (dataset[3], batch[0], batch, dataset.with_transform(brighten)[3], Subset(dataset, [3])[0]):
+    for tree in (dataset[3], batch[0], batch, dataset.with_transforms(brighten)[3], Subset(dataset, [3])[0]):
         found = tree_map_only(torch.Tensor, lambda value: value.float() / 2, tree)
         assert {value.dtype for value in tree_leaves(found)} == {torch.float32}
 
@@ -242,18 +242,18 @@ def test_code_for_trees_finds_the_tensors(path):
 def test_a_transform_can_be_assigned(path):
     dataset = ChunkDataset(path)
     plain = dataset[5]
-    dataset.transform = brighten
-    assert dataset[5][0].equal(plain[0].float() + 1) and dataset.transform is brighten
-    dataset.transform = {"labels": [lambda label: label + 1]}
-    assert dataset[[5, 6]][1].tolist() == dataset.with_transform(None)[[5, 6]][1].add(1).tolist()
+    dataset.transforms = brighten
+    assert dataset[5][0].equal(plain[0].float() + 1) and dataset.transforms is brighten
+    dataset.transforms = {"labels": [lambda label: label + 1]}
+    assert dataset[[5, 6]][1].tolist() == dataset.with_transforms(None)[[5, 6]][1].add(1).tolist()
     dataset.target_transform = None
-    for name in ("target_transform", "transforms"):
-        with pytest.raises(h5chunk.OptionError, match=f"{name} would never be called: assign dataset.transform"):
+    for name in ("target_transform", "transform"):
+        with pytest.raises(h5chunk.OptionError, match=f"{name} would never be called: assign dataset.transforms"):
             setattr(dataset, name, brighten)
     own = Own(path)
-    own.target_transform = brighten
-    with pytest.raises(h5chunk.OptionError, match="use another name for it"):
-        own.transform = brighten
+    own.target_transform = own.transform = brighten
+    with pytest.raises(h5chunk.OptionError, match="use another name for them"):
+        own.transforms = brighten
     with pytest.raises(h5chunk.OptionError, match="Wrong defines a transform, which would never be called"):
 
         class Wrong(ChunkDataset):
@@ -275,7 +275,7 @@ def brighten(image: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_transform(path, num_workers):
     context = "fork" if num_workers else None
-    loader = make_loader(path, num_workers, context, dataset_options={"transform": brighten})
+    loader = make_loader(path, num_workers, context, dataset_options={"transforms": brighten})
     plain = make_loader(path)
     for (images, labels), (raw, same) in zip(loader, plain, strict=True):
         assert images.equal(raw.float() + 1)

@@ -166,7 +166,7 @@ def test_transform_is_applied_per_sample(tmp_path):
         shapes.append(tuple(image.shape))
         return double(image)
 
-    dataset = ChunkDataset(path, transform=transform)
+    dataset = ChunkDataset(path, transforms=transform)
     image, label = dataset[5]
     np.testing.assert_array_equal(image, images[5] * 2.0)
     assert label == labels[5]
@@ -180,7 +180,7 @@ def test_transform_is_applied_per_sample(tmp_path):
 
 def test_pickles_without_handles(tmp_path):
     path = make_images(tmp_path / "a.h5", 20, 4)
-    dataset = ChunkDataset(path, transform=double)
+    dataset = ChunkDataset(path, transforms=double)
     before = dataset[3]
     again = pickle.loads(pickle.dumps(dataset))
     assert again[3][0].equal(before[0])

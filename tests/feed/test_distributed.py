@@ -119,7 +119,7 @@ def test_a_dataloader_without_samples_in_its_last_batch(path):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_transform_without_samples_in_the_last_batch(path, num_workers):
-    dataset = ChunkDataset(path, transform=as_views)
+    dataset = ChunkDataset(path, transforms=as_views)
     sampler = ChunkSampler(dataset, 3, **ORDER, rank=15, world_size=16)
     *_, full, last = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers)
     assert (full[0]["small"].shape, last[0]["small"].shape) == ((3, 3, 2, 3), (0, 3, 2, 3))

@@ -111,7 +111,7 @@ def test_a_file_that_changes_in_an_epoch(path: Path, way: str, change: Callable[
 def test_a_matrix_that_changes_in_an_epoch(tmp_path: Path, layout: Any) -> None:
     matrix = random_matrix(4000, 300, 20)
     path = write(tmp_path / "a.h5", matrix)
-    dataset = ChunkDataset(path, transform=layout)
+    dataset = ChunkDataset(path, transforms=layout)
     loader = ChunkLoader(**ordered(path, 8, window_chunks=1), transforms=[layout])
     batches = iter(loader)
     next(batches), dataset[[0, 1]]
@@ -316,7 +316,7 @@ def slowly(image: Any) -> Any:
 def test_a_worker_of_a_dataloader_that_dies_or_stops(path: Path, sent: signal.Signals, match: str) -> None:
     """torch says so: of one that was stopped, with its ``timeout``, but not while the worker hands a batch over."""
     options = {"num_workers": 1, "prefetch_factor": 1, "timeout": 1 if sent == signal.SIGSTOP else 0}
-    dataset = ChunkDataset(path, transform=slowly)  # the worker is in the middle of its second batch
+    dataset = ChunkDataset(path, transforms=slowly)  # the worker is in the middle of its second batch
     batches = iter(DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 16, window_chunks=4), **options))
     next(batches)
     (worker,) = workers_of(batches)

@@ -414,7 +414,7 @@ def _check_batch(values: torch.Tensor, where: torch.Tensor, numbers: list[int], 
 @pytest.mark.parametrize("transform", [None, Pad(-1), Pack()])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_data_loader_pads_or_packs(tmp_path: Path, transform: Any, num_workers: int) -> None:
-    dataset = _ragged(_make_ragged(tmp_path / "traces.h5"), transform=transform)
+    dataset = _ragged(_make_ragged(tmp_path / "traces.h5"), transforms=transform)
     sampler = h5chunk.ChunkSampler(dataset, 4)
     for values, where, picks in DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers):
         _check_batch(values, where, picks.tolist(), 0 if transform is None else -1)

@@ -535,7 +535,7 @@ def test_patches_are_numbered_named_and_transformed(tmp_path: Path) -> None:
     fields = {"photo": "*/photo", "n": "sample_number"}
     normalize = Normalize((0.5, 0.25, 0), (0.5, 1, 2))
     with h5chunk.Patches(
-        tmp_path / "a.h5", fields, (8, 8), channels="last", per_volume=5, transform=[normalize]
+        tmp_path / "a.h5", fields, (8, 8), channels="last", per_volume=5, transforms=[normalize]
     ) as patches:
         sampler = h5chunk.ChunkSampler(patches, 4, seed=3)
         for epoch in (0, 1, 5):
@@ -551,5 +551,5 @@ def test_patches_are_numbered_named_and_transformed(tmp_path: Path) -> None:
         assert some.values("n").tolist() == [0, 1, 2] and some.groups.tolist() == [0, 1, 1]
         with pytest.raises(OptionError, match="split by volume: leave stratify out"):
             patches.split((0.5, 0.5), stratify="n")
-        batch, numbers = next(iter(h5chunk.ChunkLoader(patches.with_transform([RandomHorizontalFlip(1)]), 10)))
+        batch, numbers = next(iter(h5chunk.ChunkLoader(patches.with_transforms([RandomHorizontalFlip(1)]), 10)))
         assert batch.shape == (10, 8, 8, 3) and (batch[:, 0, 0, 0] == torch.tensor([50, 100])[numbers // 5]).all()

@@ -71,7 +71,7 @@ def test_samples_of_a_flat_dataset_are_read_exactly_once(tmp_path: Path, storage
             for batch in h5chunk.ChunkLoader(dataset, 8, **options):
                 _check(batch, values, seen)
             assert sorted(seen) == list(range(COUNT)) != seen
-        packed, starts, labels = dataset.with_transform(Pack())[[7, 2, 50]]
+        packed, starts, labels = dataset.with_transforms(Pack())[[7, 2, 50]]
         np.testing.assert_array_equal(packed, np.concatenate([values[STARTS[i] : STARTS[i + 1]] for i in (7, 2, 50)]))
         assert starts.tolist() == [0, *np.cumsum(LENGTHS[[7, 2, 50]])] and labels.tolist() == [7, 2, 50]
 
@@ -194,7 +194,7 @@ def test_packed_and_padded_fields_and_samples_of_a_batch(tmp_path: Path, workers
     paths = [_make_jets(tmp_path / "a.h5"), _make_jets(tmp_path / "b.h5", 20)]
     tables: Any = {"offsets": {"pt": "starts", "eta": "starts"}, "lengths": {"hits": "hits_of"}}
     transform = {"pt": [Pack()], "hits": [Pack()]}
-    dataset = h5chunk.ChunkDataset(paths, fields=["label", "pt", "eta", "hits"], transform=transform, **tables)
+    dataset = h5chunk.ChunkDataset(paths, fields=["label", "pt", "eta", "hits"], transforms=transform, **tables)
     sampler = h5chunk.ChunkSampler(dataset, 8)
     for collate_fn in (h5chunk.collate, list):
         for batch in DataLoader(dataset, batch_sampler=sampler, num_workers=workers, collate_fn=collate_fn):

@@ -23,7 +23,7 @@ def arguments(function: Any) -> dict[str, Any]:
 def test_a_data_set_owns_the_data():
     assert arguments(h5chunk.ChunkDataset) == {
         "path": MISSING, "*fields": None, "*offsets": None, "*lengths": None, "*key": None, "*missing": "drop",
-        "*sample_axis": None, "*decode": None, "*trusted": False, "*checksums": "off", "*transform": None,
+        "*sample_axis": None, "*decode": None, "*trusted": False, "*checksums": "off", "*transforms": None,
         "*cache_dir": None, "*cache_bytes": None, "*storage_options": None,
     }  # fmt: skip
 

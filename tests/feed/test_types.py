@@ -239,8 +239,8 @@ def test_transforms_refuse_types_that_they_cannot_use(tmp_path):
         file["x"] = values * 1j
     dataset = h5chunk.ChunkDataset(tmp_path / "a.h5", fields=["x"])
     with pytest.raises(OptionError, match=r"'x', which is complex: put a function.*torch.abs"):
-        dataset.with_transform([ToDtype(torch.float32)])
-    assert dataset.with_transform([torch.abs])[1][0].tolist() == values[1].tolist()
+        dataset.with_transforms([ToDtype(torch.float32)])
+    assert dataset.with_transforms([torch.abs])[1][0].tolist() == values[1].tolist()
 
 
 def volumes(rng):

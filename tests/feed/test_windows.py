@@ -627,7 +627,7 @@ def test_windows_are_transformed_numbered_and_named(layout: str, tmp_path: Path)
     windows = _make(layout, tmp_path, length=4, padding="edge")
     plain, mean = windows[[7, 2]], lambda frames: frames.float().mean()
     normalize = Normalize((0.5, 0.5, 0.5), (0.1, 0.2, 0.5))
-    changed = windows.with_transform({"image": [normalize], "actions": [mean]})
+    changed = windows.with_transforms({"image": [normalize], "actions": [mean]})
     frames, means, *masks = changed[[7, 2]]
     expected = (plain[0] / 255 - 0.5) / torch.tensor([0.1, 0.2, 0.5])
     torch.testing.assert_close(frames, expected)
@@ -635,7 +635,7 @@ def test_windows_are_transformed_numbered_and_named(layout: str, tmp_path: Path)
     assert all(torch.equal(mask, same) for mask, same in zip(masks, plain[2:], strict=True))
     assert windows.source_names.tolist() == windows.episode_names.tolist()
     if layout == "groups":
-        with h5chunk.Windows(tmp_path / "robot.h5", fields, 4, transform=[normalize]) as numbered:
+        with h5chunk.Windows(tmp_path / "robot.h5", fields, 4, transforms=[normalize]) as numbered:
             assert numbered.fields == ("image", "n", "actions") and numbered[5][1] == 5
             assert [int(number) for number in numbered.subset([3, 9])[:][1]] == [0, 1]
             assert numbered.values("n").tolist() == [*range(len(numbered))]

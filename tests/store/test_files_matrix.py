@@ -64,7 +64,7 @@ def test_rows_are_those_of_the_whole(
     with ChunkLoader(**ordered(folder, batch_size, window_chunks=2), **how) as loader:
         for _ in range(2):
             check_epoch(loader, WHOLE.toarray().astype(float), sparse=sparse, tolerance=1e-6)
-    dataset = ChunkDataset(folder, transform=LAYOUTS[sparse]())
+    dataset = ChunkDataset(folder, transforms=LAYOUTS[sparse]())
     numbers = np.random.default_rng(batch_size).integers(-203, 203, 30)
     np.testing.assert_array_equal(dense(dataset[numbers][0]), rows_of(numbers % 203))
     dataset.close()
@@ -77,7 +77,7 @@ def test_through_workers(tmp_path: Path, sparse: str, options: dict[str, Any]) -
     expected = WHOLE.toarray() / options.get("scale", 1)
     if "pattern" in options:
         expected = (expected > 0).astype(float)
-    dataset = ChunkDataset(tmp_path / "set", transform=LAYOUTS[sparse]())
+    dataset = ChunkDataset(tmp_path / "set", transforms=LAYOUTS[sparse]())
     assert dataset[7][0].to_dense().tolist() == expected[7].tolist()  # the file is open before the fork
     sampler = ChunkSampler(dataset, 16, seed=3)
     numbers = list(ChunkSampler(ChunkDataset(tmp_path / "set"), 16, seed=3))

@@ -83,7 +83,7 @@ def test_any_reader(dataset, expected, how):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_torchs_loader(dataset, expected, num_workers):
-    augmented = dataset.with_transform(LIST)
+    augmented = dataset.with_transforms(LIST)
     loader = DataLoader(augmented, batch_sampler=ChunkSampler(augmented, 16, seed=5), num_workers=num_workers)
     assert by_sample(loader) == expected
     assert by_sample(loader) != expected  # another epoch
@@ -95,8 +95,8 @@ def sorted_images(*feeds: Any) -> dict[int, list[bytes]]:
 
 def test_a_repeated_sample_is_drawn_for_anew(dataset):
     """Also of a subset, and alike with every reader, number of ranks and of workers, and after resuming."""
-    augmented = dataset.subset(np.arange(5, 85)).with_transform(LIST)
-    some = augmented.with_transform(None)
+    augmented = dataset.subset(np.arange(5, 85)).with_transforms(LIST)
+    some = augmented.with_transforms(None)
 
     def sampler(**ranks: int) -> ChunkSampler:
         return ChunkSampler(augmented, 8, seed=5, weights=np.where(np.arange(80) % 8 == 0, 30.0, 0.2), **ranks)
@@ -118,7 +118,7 @@ def test_a_repeated_sample_is_drawn_for_anew(dataset):
 
 
 def test_it_goes_to_another_process(dataset, expected):
-    augmented = dataset.with_transform(LIST)
+    augmented = dataset.with_transforms(LIST)
     assert len(augmented[[3, 4]]) == 2  # which starts what a process has for itself
     again = pickle.loads(pickle.dumps(augmented))
     assert by_sample(DataLoader(again, batch_sampler=ChunkSampler(again, 16, seed=5))) == expected
@@ -133,7 +133,7 @@ def test_ranks_without_samples(dataset):
 
 
 def test_torchs_loader_with_functions_behind(dataset, expected):
-    augmented = dataset.with_transform([*LIST, lambda image: image + 0])
+    augmented = dataset.with_transforms([*LIST, lambda image: image + 0])
     assert by_sample(DataLoader(augmented, batch_sampler=ChunkSampler(augmented, 16, seed=5))) == expected
 
 
@@ -210,14 +210,14 @@ class TestMasks:
         dataset = ChunkDataset(path, fields=["images", "masks"])
         with pytest.raises(OptionError, match="changes 'images' alone, so 'masks', of the same height and width"):
             ChunkLoader(dataset, 16, transforms=[self.FLIP])
-        with pytest.raises(OptionError, match=r"pass a list for each, as in transform=\{'images': \[...\], 'masks'"):
-            ChunkDataset(path, fields=["images", "masks"], transform=[Resize(6)])
+        with pytest.raises(OptionError, match=r"pass a list for each, as in transforms=\{'images': \[...\], 'masks'"):
+            ChunkDataset(path, fields=["images", "masks"], transforms=[Resize(6)])
         ChunkLoader(dataset, 16, transforms={"images": [self.FLIP]})
         ChunkLoader(dataset, 16, transforms=[RandomErasing(0.5)])
 
     def test_with_torchs_loader(self, path):
         lists = {"images": [RandomCrop(6), self.FLIP], "masks": [RandomCrop(6), self.FLIP]}
-        dataset = ChunkDataset(path, fields=["images", "masks"], transform=lists)
+        dataset = ChunkDataset(path, fields=["images", "masks"], transforms=lists)
         self.check(DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 16)))
         self.check(DataLoader(dataset, batch_size=16, shuffle=True))
         image, mask = dataset[5]
@@ -226,7 +226,7 @@ class TestMasks:
 
 
 def test_without_a_chunk_sampler_torch_draws(dataset):
-    augmented = dataset.with_transform([RandomResizedCrop(8)])
+    augmented = dataset.with_transforms([RandomResizedCrop(8)])
     torch.manual_seed(0)
     first, second = augmented[3][0], augmented[3][0]
     torch.manual_seed(0)
@@ -285,7 +285,7 @@ def test_threads_are_limited(dataset, monkeypatch):
         list(loader)
         assert num_threads() == 2
     as_worker(monkeypatch, 0, 4)
-    augmented = dataset.with_transform(LIST)
+    augmented = dataset.with_transforms(LIST)
     augmented[range(64)]
     assert num_threads() == 2
     augmented._sample_reader._converters["images"].release()
@@ -332,7 +332,7 @@ class TestPerSample:
         assert all(map(torch.equal, before, torch.cuda.get_rng_state_all()))
 
     def test_of_a_data_set(self, dataset):
-        assert dataset.with_transform(per_sample(Jitter()))[2][0].shape == (3, 9, 12)
+        assert dataset.with_transforms(per_sample(Jitter()))[2][0].shape == (3, 9, 12)
 
     def test_results_of_several_shapes(self, dataset):
         cut = per_sample(lambda image: image[:, : 1 + int(image[0, 0, 0]) % 2])
@@ -366,4 +366,4 @@ def test_no_warning(dataset):
         once = torchvisions("RandomResizedCrop")
         ChunkLoader(dataset, 16, transforms=[per_sample(abs), torchvisions("Normalize"), Jitter()])
         ChunkLoader(dataset, 16, transforms=[per_sample(once)])
-        dataset.with_transform(once)  # of single samples
+        dataset.with_transforms(once)  # of single samples

@@ -71,7 +71,7 @@ def test_every_way_holds_out_the_same(path, way):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("layout", [Dense(), Csr()])
 def test_a_dataset_holds_out_the_same(path, workers, layout):
-    dataset = ChunkDataset(path, fields=["X", "sample_number"], transform=[HoldOut(0.3, seed=7), layout])
+    dataset = ChunkDataset(path, fields=["X", "sample_number"], transforms=[HoldOut(0.3, seed=7), layout])
     loader = DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 32), num_workers=workers)
     batches = list(loader)
     found = epoch_of(batches, [batch[2].numpy() for batch in batches])
@@ -83,7 +83,7 @@ def test_a_dataset_holds_out_the_same(path, workers, layout):
 @pytest.mark.parametrize("each_epoch", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_each_epoch_without_a_sampler(path, each_epoch, num_workers):
-    dataset = ChunkDataset(path, transform=[HoldOut(0.5, each_epoch=each_epoch)])
+    dataset = ChunkDataset(path, transforms=[HoldOut(0.5, each_epoch=each_epoch)])
     loader = DataLoader(dataset, 32, num_workers=num_workers, persistent_workers=num_workers > 0)
     epochs = [torch.cat([targets for _, targets in loader]) for _ in range(3)]
     assert torch.equal(epochs[0], epochs[1]) != each_epoch and torch.equal(epochs[1], epochs[2]) != each_epoch
@@ -96,7 +96,7 @@ def test_each_epoch_draws_anew_and_alike_for_both_ways(path):
         hold_out = HoldOut(0.5, each_epoch=each_epoch)
         with ChunkLoader(path, 64, shuffle=False, transforms=[hold_out]) as loader:
             epochs[each_epoch] = [torch.cat([batch[1] for batch in loader]) for _ in range(3)]
-        dataset = ChunkDataset(path, transform=[hold_out])
+        dataset = ChunkDataset(path, transforms=[hold_out])
         sampler = ChunkSampler(dataset, 64, shuffle=False)
         for epoch in range(3):
             targets = torch.cat([targets for _, targets in DataLoader(dataset, batch_sampler=sampler)])

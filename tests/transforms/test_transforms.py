@@ -211,38 +211,50 @@ def test_a_function_that_changes_its_batch_changes_nothing_else(path):
         epoch_of(loader)
 
 
+def double(images):
+    return images.float() * 2
+
+
+@pytest.mark.parametrize("transforms", [double, [double], {"images": double}, {"images": [double]}])
+def test_one_transform_or_a_list_or_by_field(path, transforms):
+    expected = torch.from_numpy(IMAGES[:16]).float() * 2
+    assert ChunkDataset(path, transforms=transforms)[range(16)][0].equal(expected)
+    with ChunkLoader(path, 16, shuffle=False, transforms=transforms) as loader:
+        assert next(iter(loader))[0].equal(expected)
+
+
 def test_single_samples_of_a_data_set(path):
-    dataset = ChunkDataset(path, transform=[Normalize(MEAN, STD), lambda image: image.flip(2)])
+    dataset = ChunkDataset(path, transforms=[Normalize(MEAN, STD), lambda image: image.flip(2)])
     expected = reference(torch.from_numpy(IMAGES[:2]), MEAN, STD, 1).flip(3)
     check_close(dataset[[0, 1]][0], expected, bound=5)
     check_close(
-        pickle.loads(pickle.dumps(ChunkDataset(path, transform=Normalize(MEAN, STD))))[1][0].flip(2), expected[1], 5
+        pickle.loads(pickle.dumps(ChunkDataset(path, transforms=Normalize(MEAN, STD))))[1][0].flip(2), expected[1], 5
     )
 
 
 def test_a_data_set_with_a_transform_is_refused(path):
     with pytest.raises(
-        OptionError, match=r"cannot apply the data set's transform, .*pass it to the loader as transforms="
+        OptionError, match=r"cannot apply the data set's transforms, .*pass them to the loader as transforms="
     ):
-        ChunkLoader(ChunkDataset(path, transform=abs), 16)
-    with pytest.raises(OptionError, match="the data set's transform"):
-        ChunkLoader(ChunkDataset(path, transform=Normalize(MEAN, STD)), 16, transforms=[ToDtype(torch.float16)])
+        ChunkLoader(ChunkDataset(path, transforms=abs), 16)
+    with pytest.raises(OptionError, match="the data set's transforms"):
+        ChunkLoader(ChunkDataset(path, transforms=Normalize(MEAN, STD)), 16, transforms=[ToDtype(torch.float16)])
 
 
 def test_each_part_of_a_split_has_its_own_transform(path):
     train, val = ChunkDataset(path).split((0.5, 0.5))
-    train, plain = train.with_transform([Normalize(MEAN, STD)]), train
-    assert train.transform == [Normalize(MEAN, STD)] and plain.transform is None is val.transform
+    train, plain = train.with_transforms([Normalize(MEAN, STD)]), train
+    assert train.transforms == [Normalize(MEAN, STD)] and plain.transforms is None is val.transforms
     expected = reference(torch.from_numpy(IMAGES[train.samples]), MEAN, STD, 1)
     with ChunkLoader(train, 1000, shuffle=False) as loader:
         check_close(next(iter(loader))[0], expected, bound=5)
     check_close(train[range(len(train))][0], expected, bound=5)
     with ChunkLoader(val, 16) as loader:
         assert next(iter(loader))[0].dtype == torch.uint8
-    assert train.with_transform(None)[0][0].dtype == torch.uint8
+    assert train.with_transforms(None)[0][0].dtype == torch.uint8
     with pytest.raises(OptionError, match="not a matrix"):
-        train.with_transform(Dense(torch.float16))
-    train.transform = None
+        train.with_transforms(Dense(torch.float16))
+    train.transforms = None
     assert train[0][0].dtype == torch.uint8
 
 
@@ -357,7 +369,7 @@ def test_other_layouts_after_functions(tmp_path):
 def test_rows_of_a_data_set(tmp_path, steps):
     file, rows = matrix_file(tmp_path, "codes")
     for layout in (Dense(torch.float64), Csr(torch.float64)):
-        found = dense(ChunkDataset(file, transform=[*steps, layout])[:][0])
+        found = dense(ChunkDataset(file, transforms=[*steps, layout])[:][0])
         np.testing.assert_allclose(found.numpy(), on_rows(steps, rows), rtol=1e-12)
 
 

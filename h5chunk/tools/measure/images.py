@@ -26,7 +26,7 @@ def open_data(path: Paths, fields: Mapping[str, str] | Sequence[str] | None, tru
     """Open a data set to measure. Images of any size get a transform that crops them to CROP x CROP pixels."""
     dataset = ChunkDataset(path, fields=fields, trusted=trusted)
     ragged = [name for name in dataset.fields if isinstance(dataset.field(name), ImagesField)]
-    return dataset.with_transform({name: [RandomResizedCrop(CROP)] for name in ragged}) if ragged else dataset
+    return dataset.with_transforms({name: [RandomResizedCrop(CROP)] for name in ragged}) if ragged else dataset
 
 
 def read_images(reader: Source, rows: np.ndarray) -> list[np.ndarray]:

@@ -50,7 +50,7 @@ def code_for(study: Study, setting: Setting, device: str) -> list[str]:
     window = "" if stored else f", window_chunks={setting.window_chunks}"
     has_images = isinstance(study.reader.ragged, ImagesField)
     crop, crops = (f"[RandomResizedCrop({CROP})]", [CROPS]) if has_images else ("", [])
-    transform = f", transform={crop}" if crop else ""
+    transform = f", transforms={crop}" if crop else ""
     data = f"data = h5chunk.ChunkDataset({path}{named}{trusted}{transform})"
     sampler = f"h5chunk.ChunkSampler(data, {study.facts.batch_size}{window})"
     if setting.reader == LOADER:

@@ -23,7 +23,7 @@ class Contender:
 
     def __init__(self, source: Source, path: Path, batch_size: int, form: str, workers: int = 0) -> None:
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
-        dataset = h5chunk.ChunkDataset(path, transform=LAYOUTS[form])
+        dataset = h5chunk.ChunkDataset(path, transforms=LAYOUTS[form])
         self.sampler = h5chunk.ChunkSampler(dataset, batch_size, seed=source.seed)
         options = {"num_workers": workers, "persistent_workers": workers > 0}
         self.loader = DataLoader(dataset, batch_sampler=self.sampler, **options)
