@@ -39,7 +39,7 @@ def test_a_sampler_owns_the_order():
 
 def test_a_loader_owns_where_and_how():
     assert arguments(h5chunk.ChunkLoader) == {
-        "data": MISSING, "batch_size": None, "*batch_elements": None, "*sampler": None,
+        "data": MISSING, "batch_size": None, "*batch_elements": None, "*batch_sampler": None,
         "*shuffle": True, "*seed": 0, "*drop_last": False,
         "*transforms": None, "*device": "cpu", "*memory_bytes": None, "*num_threads": None, "*resident": False,
         "*reader": "auto", "*reuse": False, "*echo": 1, "*timeout": 120.0, "*num_workers": None,
