@@ -2,6 +2,7 @@
 
     python scripts/bench_remote.py --rounds 5            # all kinds of samples, in turns with the bare client
     python scripts/bench_remote.py --kinds windows keyed --mib 256
+    python scripts/bench_remote.py --kinds windows frames patches --device cuda   # batches go to the GPU
     python scripts/bench_remote.py --pairs 9     # epochs from the full cache against the local file, in turns
     python scripts/bench_remote.py --hits        # hit rates of LRU and of the optimal (Belady) policy
     python scripts/bench_remote.py --peers streaming=ENV/bin/python litdata=ENV/bin/python
@@ -39,6 +40,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import torch
 
 import h5chunk
 from h5chunk.plan.order import Order
@@ -160,8 +162,9 @@ KINDS: dict[str, tuple[Callable[[Path, int], None], Callable[..., h5chunk.ChunkD
 }
 
 
-def measure_kind(kind: str, folder: Path, num_bytes: int, num_rounds: int, options: Sequence[object]) -> None:
+def measure_kind(kind: str, folder: Path, args: argparse.Namespace, options: Sequence[object]) -> None:
     """Print the rates of a kind of samples, and of the bare client, measured in turns."""
+    num_bytes, how = args.mib << 20, {"resident": False, "reuse": True, "device": args.device}
     make, open_kind = KINDS[kind]
     served, log, cache = folder / kind, folder / f"{kind}.log", folder / f"{kind}-cache"
     served.mkdir()
@@ -172,13 +175,13 @@ def measure_kind(kind: str, folder: Path, num_bytes: int, num_rounds: int, optio
         for _ in range(2):
             started = time.perf_counter()
             data = open_kind(f"{url}/{kind}.h5")
-            with h5chunk.ChunkLoader(data, BATCH, resident=False, reuse=True) as loader:
+            with h5chunk.ChunkLoader(data, BATCH, **how) as loader:
                 next(iter(loader))
                 firsts.append(time.perf_counter() - started)
-        for _ in range(num_rounds):
-            _, taken = later_epochs(open_kind(str(served / f"{kind}.h5")), log)
+        for _ in range(args.rounds):
+            _, taken = later_epochs(open_kind(str(served / f"{kind}.h5")), log, how)
             local.append(taken)
-            lines, taken = later_epochs(data, log)
+            lines, taken = later_epochs(data, log, how)
             own.append(taken)
             ranges = [(name.lstrip("/"), int(start), int(stop)) for name, start, stop in map(str.split, lines)]
             bare.append(bare_client(url, ranges))
@@ -195,9 +198,9 @@ def measure_kind(kind: str, folder: Path, num_bytes: int, num_rounds: int, optio
     shutil.rmtree(served)
 
 
-def later_epochs(data: h5chunk.ChunkDataset, log: Path) -> tuple[list[str], tuple[float, float]]:
+def later_epochs(data: h5chunk.ChunkDataset, log: Path, how: dict) -> tuple[list[str], tuple[float, float]]:
     """Read epochs after a first one. Returns the logged requests, and the seconds and processor seconds."""
-    with h5chunk.ChunkLoader(data, BATCH, resident=False, reuse=True) as loader:
+    with h5chunk.ChunkLoader(data, BATCH, **how) as loader:
         for _ in loader:  # which ends with reading the next epoch
             pass
         before = log.stat().st_size
@@ -205,6 +208,8 @@ def later_epochs(data: h5chunk.ChunkDataset, log: Path) -> tuple[list[str], tupl
             for _ in range(EPOCHS):
                 for _ in loader:
                     pass
+            if how["device"] != "cpu":
+                torch.cuda.synchronize()
         return log.read_text()[before:].splitlines(), taken()
 
 
@@ -303,6 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="where the batches are needed, such as cuda")
     parser.add_argument("--mib", type=int, default=512, help="size of the file of each kind")
     parser.add_argument("--latency", type=float, default=0.03, help="seconds before each response")
     parser.add_argument("--connection", type=float, default=100.0, help="of each connection, in MB/s; 0: no limit")
@@ -343,7 +349,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {args.mib} MiB, {' '.join(options)}")
     if not args.pairs and not args.peers:
         for kind in args.kinds:
-            measure_kind(kind, folder, args.mib << 20, args.rounds, options)
+            measure_kind(kind, folder, args, options)
         return
     (folder / "data").mkdir()
     path = folder / "data" / "images.h5"
