@@ -219,8 +219,8 @@ class SampleReader:
         for each in numbers:
             each.fill(tuple(islice(left, len(each.shapes))))
         # a single file is checked here; several files are checked as they are read
-        is_one_file = self._opened is not None and not self._opened.files.are_several
-        if is_one_file and stamp_of(self._reader.path) != self._reader.stamp:
+        opened = self._opened
+        if opened is not None and not opened.files.are_several and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
         if len(numbers) == len(loaded):  # `SharedFields` stay whole, and are sent to the other process without a copy
             return Batch(fields, len(draws.samples), packed)
@@ -309,13 +309,14 @@ class SampleReader:
         return window.samples(arrays)
 
     def _open(self) -> _OpenFields:
-        if self._opened is None or self._opened.process != os.getpid():
-            self._opened = _OpenFields(self._reader, self.cache)
+        opened = self._opened  # another thread may close the files meanwhile
+        if opened is None or opened.process != os.getpid():
+            self._opened = opened = _OpenFields(self._reader, self.cache)
             if (worker := get_worker_info()) is not None:  # the workers share the cores
                 for convert in self._converters.values():
                     if isinstance(convert, (AugmentConverter, RowConverter)):
                         convert.threads.limit = max(1, available_cores() // worker.num_workers)
-        return self._opened
+        return opened
 
     def close(self) -> None:
         """Close the files in this process. The next read opens them again."""
@@ -419,6 +420,8 @@ class _OpenFields:
     def _in_use(self) -> Iterator[None]:
         """Keep the files open in a context: the number of a closed file may already belong to another one."""
         with self._lock:
+            if self._is_closed and not self._num_reading:  # another thread has closed them since this one got them
+                self.files = OpenFiles(self._reader)
             self._num_reading += 1
         try:
             yield

@@ -13,9 +13,11 @@ import pytest
 import torch
 from support.faults import small
 from support.foreign import make_file, make_images, values
+from support.leftovers import descriptors
 
 import h5chunk
 from h5chunk.errors import FieldError, FileError, OptionError
+from h5chunk.feed import sample_reader
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.cache import CacheSettings
@@ -264,6 +266,17 @@ def test_indices_may_be_a_reversed_view_of_an_array(tmp_path):
     dataset = ChunkDataset(make_images(tmp_path / "a.h5", N, 4), fields=["images", "sample_number"])
     images, numbers = dataset[np.arange(9)[::-2]]
     assert images[:, 1].tolist() == numbers.tolist() == [8, 6, 4, 2, 0]
+
+
+def test_closing_just_before_another_thread_reads(tmp_path, monkeypatch):
+    data = np.arange(60 * 2048).reshape(60, 2048)
+    make_file(tmp_path / "a.h5", x=(data, {"chunks": (4, 2048), "compression": "gzip"}))
+    dataset = ChunkDataset(tmp_path / "a.h5", fields=["x"])
+    close = dataset._sample_reader.close
+    monkeypatch.setattr(sample_reader, "get_worker_info", lambda: close())  # called once the files are open
+    for rows in ([1], [2, 3, 50]):
+        np.testing.assert_array_equal(dataset[rows][0], data[rows])
+    assert not any(str(tmp_path) in each for each in descriptors())
 
 
 def test_closing_waits_for_other_threads(tmp_path):
