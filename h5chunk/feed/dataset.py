@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from h5chunk.errors import FieldError, OptionError, count_text, printable, shown
+from h5chunk.errors import FieldError, OptionError, count_text, names_text, printable, shown
 from h5chunk.feed.collate import (
     Batch,
     Numbering,
@@ -44,7 +44,7 @@ from h5chunk.store.read.field_readers import NOTABLE, field_readers, read_amplif
 from h5chunk.store.read.fields import SAMPLE_NUMBER, Field, Fields, parse_fields
 from h5chunk.store.read.files import MAPPING, Paths, open_joined, open_reader, reopen_with_fields
 from h5chunk.store.read.fileset import are_images
-from h5chunk.store.read.joined import DROP
+from h5chunk.store.read.joined import DROP, ERROR
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.source import Computed, Source
 from h5chunk.store.read.tables import decoded
@@ -170,6 +170,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         check_path(path)
         if fields is None and isinstance(path, Mapping):
             fields = list(path)
+        if missing not in (DROP, ERROR):
+            raise OptionError(f"missing is {missing!r}: pass {DROP!r} or {ERROR!r}")
         named = parse_fields(fields, sample_axis, offsets=offsets, lengths=lengths)
         remote = remote_options(cache_dir, cache_bytes, storage_options)
         self._decode = check_decode(decode)
@@ -251,6 +253,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def field(self, name: str) -> Field | RaggedField:
         """Return the description of a field: its shape, dtype and chunks."""
         computed = self._computed.get(name)
+        if computed is None and name not in self._reader.fields:
+            raise FieldError(f"{self.path} has no field {name!r} in this data set; it has {names_text(self.fields)}")
         return self._reader.fields[name] if computed is None else computed.field
 
     @property
@@ -449,7 +453,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             raise OptionError(
                 f"fractions is {tuple(fractions)}, but with {count_text(len(groups), noun)} a part would be empty: "
                 "pass fewer or larger fractions, or split the samples themselves, such as "
-                "dataset.subset(numpy.arange(len(dataset)) < 1000)"
+                "dataset.subset(numpy.arange(len(dataset)) % 10 > 0)"
             )
         return [self.subset(np.isin(of_samples, groups[part])) for part in parts]
 

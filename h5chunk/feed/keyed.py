@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -178,7 +178,7 @@ def _classes_of(index: KeyedIndex, name: str, part: int) -> tuple[np.ndarray, np
 
 def _without_numbers(pattern: Any) -> tuple[Any, list[str]]:
     """Return the patterns without ``sample_number``, and the names of the fields that it was given."""
-    if isinstance(pattern, str):
+    if isinstance(pattern, str) or not isinstance(pattern, Iterable):
         return pattern, []
     if not isinstance(pattern, Mapping):
         return [each for each in pattern if each != SAMPLE_NUMBER], [each for each in pattern if each == SAMPLE_NUMBER]

@@ -13,8 +13,9 @@ import pytest
 from support.foreign import make_file, values
 from torch.utils.data import DataLoader, Subset
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import FieldError, OptionError
 from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.keyed import Keyed
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.sampler import ChunkSampler
 
@@ -38,6 +39,21 @@ def path(tmp_path: Path) -> Path:
 def test_fields(path: Path, fields: Any) -> None:
     with pytest.raises(OptionError, match=r"fields (is|contains) .*: pass names of datasets"):
         ChunkDataset(path, fields=fields)
+
+
+@pytest.mark.parametrize("pattern", ["", "/", None, [""], {"a": ""}, 5], ids=str)
+def test_patterns_of_samples(path: Path, pattern: Any) -> None:
+    with pytest.raises(OptionError, match=r"pattern is .*: pass the path of the samples' datasets, as in"):
+        Keyed(path, pattern)
+
+
+def test_names_that_do_not_exist(path: Path) -> None:
+    with pytest.raises(OptionError, match=r"missing is 'x': pass 'drop' or 'error'"):
+        ChunkDataset(path, missing="x")
+    with pytest.raises(OptionError, match=r"path is \{\}: name the file of each field"):
+        ChunkDataset({})
+    with pytest.raises(FieldError, match=r"no field 'zz' in this data set; it has images, labels"):
+        ChunkDataset(path, fields=["images", "labels"]).field("zz")
 
 
 def test_fields_that_come_twice(path: Path) -> None:

@@ -239,6 +239,8 @@ def test_fields_have_axes_of_their_own(tmp_path: Path) -> None:
         h5chunk.ChunkDataset(x, fields=["images", "y"])
     dataset = h5chunk.ChunkDataset(x, fields=["images", "y", "z", "t"], sample_axis=-1)
     assert dataset[5][0].shape == (3, 8, 8) and dataset[5][1:3] == (5, 5) and dataset[5][3] == NAMES[5]
+    numbered = h5chunk.ChunkDataset(x, fields=["images", "sample_number"], sample_axis=-1)
+    assert numbered[2][1] == 2
     other = h5chunk.ChunkDataset(x, fields=["images", "z"], sample_axis={"images": 3})
     assert (
         torch.cat([batch for batch, _ in h5chunk.ChunkLoader(other, 16, shuffle=False)]).numpy()

@@ -252,7 +252,7 @@ def test_lengths_that_contradict_only_one_field_are_errors(tmp_path: Path) -> No
     path = _make_jets(tmp_path / "a.h5")
     with h5py.File(path, "a") as file:
         file["short"] = file["pt"][:-1]
-    with pytest.raises(h5chunk.FileError, match="'short' is damaged: 'starts' runs from"):
+    with pytest.raises(h5chunk.FileError, match="'short' does not fit: 'starts' runs from"):
         h5chunk.ChunkLoader(h5chunk.ChunkDataset(path, offsets={"pt": "starts", "short": "starts"}), 8)
 
 

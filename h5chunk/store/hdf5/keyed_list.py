@@ -262,7 +262,10 @@ class _Lister:
                 dataset = self._find_column(item, inner, field)
             if not isinstance(dataset, h5py.h5d.DatasetID):
                 if not inner:
-                    remedy = "add /NAME to the pattern, or /* if each of its datasets is a sample"
+                    remedy = (
+                        "add /NAME to the pattern, or /* if each of its datasets is a sample; if the other samples are "
+                        "datasets, move these into a group of their own"
+                    )
                     raise FieldError(f"{where} is a group: {remedy}")
                 raise FieldError(f"{where} has no dataset {inner!r}: all samples must have the same datasets")
             field.add(dataset, where)

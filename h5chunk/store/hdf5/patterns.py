@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import h5py
@@ -84,16 +84,19 @@ def parse_samples(argument: str, paths: str | Sequence[str] | Mapping[str, str])
     such a path it is named after the group.
     """
     listed = [paths] if isinstance(paths, str) else paths
+    given = listed.values() if isinstance(listed, Mapping) else listed
+    if not isinstance(given, Iterable) or not all(str(path).strip("/") for path in given):
+        raise OptionError(f"{argument} is {paths!r}: pass the path of the samples' datasets, as in 'traces/*/data'")
     keys = list(listed) if isinstance(listed, Mapping) else range(len(listed))
     found: dict[str, Pattern] = {}
-    for key, path in zip(keys, listed.values() if isinstance(listed, Mapping) else listed, strict=True):
+    for key, path in zip(keys, given, strict=True):
         pattern = parse(argument, {"": str(path)})[""]
         if any(pattern.names[number] != STAR for number in pattern.stars):
             raise OptionError(f"{argument} has {str(path)!r}: use a * in place of a whole name, as in 'traces/*/data'")
         name = pattern.after.replace("/", "_") or pattern.before.rpartition("/")[2] or "data"
         name = key if isinstance(key, str) else name
         if name in found or pattern.samples != next(iter(found.values()), pattern).samples:
-            text = ", ".join(map(str, listed.values() if isinstance(listed, Mapping) else listed))
+            text = ", ".join(map(str, given))
             raise OptionError(
                 f"{argument} is {text}: use patterns that differ only after the last *, and another name for each field"
             )

@@ -381,7 +381,8 @@ def parse_fields(
     if parsed is None:
         raise OptionError(f"sample_axis is {sample_axis!r}, but no fields are named: name them in fields=[...], too")
     if not isinstance(sample_axis, Mapping):
-        sample_axis = {name: sample_axis for name, dataset in parsed.items() if isinstance(dataset, str)}
+        stored = {name: dataset for name, dataset in parsed.items() if dataset != SAMPLE_NUMBER}
+        sample_axis = {name: sample_axis for name, dataset in stored.items() if isinstance(dataset, str)}
     for name, axis in sample_axis.items():
         if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
             raise OptionError(f"sample_axis is {axis!r}: pass the number of an axis, such as -1 for the last one")

@@ -82,6 +82,8 @@ def open_joined(
     Raises OptionError or FieldError if the files do not fit.
     """
     fields = {name: name for name in paths} if fields is None else fields
+    if not fields:
+        raise OptionError(f"path is {{}}: name the file of each field, as in {MAPPING}")
     for name in fields:
         if name not in paths:
             raise OptionError(f"path has no file for the field {name!r}: add it, as in {{{name!r}: 'FILE.h5'}}")

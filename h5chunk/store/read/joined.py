@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FieldError, OptionError, count_text, printable
+from h5chunk.errors import FieldError, count_text, printable
 from h5chunk.store.read.fields import SAMPLE_NUMBER, Field
 from h5chunk.store.read.fileset import set_name
 from h5chunk.store.read.ragged import ImageSizes, RaggedField
@@ -202,8 +202,6 @@ def rows_by_key(parts: Sequence[Source], keys: Sequence[np.ndarray], missing: st
     keys are not comparable, or occur twice in another part. If samples are missing in a part, warn, or raise
     FieldError if ``missing`` is "error".
     """
-    if missing not in (DROP, ERROR):
-        raise OptionError(f"missing is {missing!r}: pass {DROP!r} or {ERROR!r}")
     keys = [_comparable(part, own) for part, own in zip(parts, keys, strict=True)]
     kinds = ["text" if own.dtype.kind == "U" else "numbers" for own in keys]
     if len({*kinds}) > 1:

@@ -310,11 +310,12 @@ def read_indptr(file: h5py.File, path: Path, field: RaggedField) -> np.ndarray:
     if isinstance(field, SeriesField) and field.has_lengths:
         return _ends(indptr, num_entries, f"{printable(path)}: {pointers}") * entry_items
     if indptr[0] != 0 or indptr[-1] != num_entries:
-        remedy = ""
+        verb, remedy = "is damaged", ""
         if isinstance(field, SeriesField):
+            verb = "does not fit"
             remedy = ". It must have the first row of each sample, and finally the number of rows"
         raise FileError(
-            f"{where} is damaged: {pointers} runs from {indptr[0]} to {indptr[-1]} instead of from 0 to "
+            f"{where} {verb}: {pointers} runs from {indptr[0]} to {indptr[-1]} instead of from 0 to "
             f"{num_entries}{remedy}"
         )
     falls = indptr[1:] < indptr[:-1]

@@ -48,8 +48,8 @@ def _check_lengths(path: Path, fields: Collection[Field | RaggedField]) -> None:
     if len({shape[-1] for shape in shapes}) == 1 and max(map(len, shapes)) > 1:
         remedy = (
             "name fields of one length; the last axes are equal, so if the samples are along these, as in files of "
-            "MATLAB, pass sample_axis=-1, or an axis for each of some fields, as in sample_axis={'images': -1} (for "
-            "commands, make transposed copies, file['NEW'] = file['OLD'][:].T)"
+            "MATLAB, pass sample_axis=-1 to ChunkDataset, or an axis for each of some fields, as in "
+            "sample_axis={'images': -1} (otherwise, make transposed copies, file['NEW'] = file['OLD'][:].T)"
         )
     raise FieldError(f"{printable(path)}: fields differ in length ({listed}): {remedy}")
 
