@@ -110,6 +110,13 @@ def check_whole(name: str, value: Any, minimum: int, maximum: int | None = None)
     raise OptionError(f"{name} is {value!r}: pass a whole number{limits}")
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """Return ``value`` if it is True or False; otherwise raise OptionError, whose message calls it ``name``."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} is {value!r}: pass True or False")
+    return value
+
+
 shown_as: dict[str, str] = {}  # paths of local copies (folders end with a slash), and the URLs to display instead
 
 

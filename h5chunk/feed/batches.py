@@ -22,6 +22,7 @@ from h5chunk.transforms.any_size import AHEAD, AnySizeConverter, Pending
 from h5chunk.transforms.augmenting import AugmentConverter
 from h5chunk.transforms.csr import CsrRows
 from h5chunk.transforms.images import ImagesByNumber
+from h5chunk.transforms.pairs import ByName, num_tensors
 from h5chunk.transforms.per_sample import PerSample, split_per_sample
 from h5chunk.transforms.ragged import RaggedConverter
 from h5chunk.transforms.rows import RowConverter
@@ -162,25 +163,32 @@ class BatchMaker:
     """Makes the batches that the user gets, from the samples of a window.
 
     With ``keep``, samples that need no conversion may be returned without a copy. Otherwise they are copied, because
-    the next window overwrites their memory.
+    the next window overwrites their memory. Batches are tuples, or dicts if ``by_name`` makes these.
     """
 
-    def __init__(self, pipelines: Sequence[FieldPipeline], *, keep: bool, device: torch.device | None = None) -> None:
-        self._pipelines, self._keep, self._device = pipelines, keep, device
+    def __init__(
+        self,
+        pipelines: Sequence[FieldPipeline],
+        *,
+        keep: bool,
+        device: torch.device | None = None,
+        by_name: ByName | None = None,
+    ) -> None:
+        self._pipelines, self._keep, self._device, self._by_name = pipelines, keep, device, by_name
         self.ahead = max(pipeline.ahead for pipeline in pipelines)
         for pipeline in pipelines if self.ahead else ():
             pipeline.reuses = False  # several batches exist at the same time
         self._others = [
             () if output and isinstance(pipeline.converter, RaggedConverter) else pipeline.others
             for pipeline in pipelines
-            for output in range(pipeline.converter.num_outputs)
+            for output in range(num_tensors(pipeline.converter.pair))
         ]
         self._finishes = any(self._others)
         self.changes_nothing = all(pipeline.changes_nothing for pipeline in pipelines)
         self.passes_windows = keep and self.changes_nothing  # whether a batch may be the window itself
         first = pipelines[0].converter
         self._packs = isinstance(first, RaggedConverter) and first.packs
-        holds_out = any(pipeline.converter.num_outputs > 1 for pipeline in pipelines)
+        holds_out = any(pipeline.converter.pair is not None for pipeline in pipelines)
         self._joined: Callable[[Iterable[Part]], Tensors] = _flat if holds_out else tuple
 
     def whole(self, window: Fields, draws: Draws, batch_size: int) -> Tensors:
@@ -244,14 +252,15 @@ class BatchMaker:
         """Return the number of batches to gather and convert in one call, so that a call has enough work."""
         return min(own.num_together(batch_size, keep=False, group=MORE_BYTES) for own in self._pipelines)
 
-    def finish(self, batch: Tensors) -> tuple[Any, ...]:
-        """Move a batch to its device, and apply the transforms that are not part of the conversion."""
-        if self._device is None and not self._finishes:
-            return batch
+    def finish(self, batch: Tensors) -> Any:
+        """Move a batch to its device, apply the transforms that are not part of the conversion, and name its fields."""
         if self._device is not None:
             batch = tuple(each.to(self._device, non_blocking=True) for each in batch)
-        if not self._finishes:
-            return batch
+        if self._finishes:
+            batch = self._transformed(batch)
+        return batch if self._by_name is None else self._by_name(batch)
+
+    def _transformed(self, batch: Tensors) -> tuple[Any, ...]:
         finished: list[Any] = []
         for others, part in zip(self._others, batch, strict=True):
             for transform in others:

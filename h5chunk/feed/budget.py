@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from h5chunk.errors import OptionError, check_whole, count_text, human_bytes, printable
+from h5chunk.errors import OptionError, check_flag, check_whole, count_text, human_bytes, printable
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.frames import FrameLayout
 from h5chunk.feed.layout import FieldLayout, Layouts, layout_of, layout_of_numbers, slot_bytes
@@ -340,8 +340,7 @@ def check_arguments(
     """Raise OptionError for loader arguments that are invalid for any file."""
     if reader not in ("auto", "direct", "h5py"):
         raise OptionError(f"reader is {reader!r}: pass 'auto', 'direct' or 'h5py'")
-    if not isinstance(resident, bool):
-        raise OptionError(f"resident is {resident!r}: pass True or False")
+    check_flag("resident", resident)
     for name, number, minimum in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):
         if number is not None:
             check_whole(name, number, minimum)

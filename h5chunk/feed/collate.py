@@ -23,12 +23,31 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from h5chunk.errors import FieldError, OptionError
 from h5chunk.feed.memory import SharedFields
+from h5chunk.transforms.pairs import ByName
 
 
 class Sample(tuple[Any, ...]):
     """A sample of a `Batch`: a tuple of its fields, whose type tells torch's default ``collate_fn`` of the batch."""
 
     __slots__ = ()
+
+
+class NamedSample(dict[str, Any]):
+    """The same as a dict."""
+
+
+class SharedDict(dict[str, Any]):
+    """A batch as a dict, in memory that a worker shares. Another process receives a plain dict, without a copy."""
+
+    def __init__(self, by_name: ByName, fields: SharedFields) -> None:
+        self._made = by_name(fields)
+        super().__init__(self._made)
+        self._by_name, self._fields = by_name, fields
+
+    def __reduce__(self) -> Any:
+        # the worker's own collate_fn may have changed the dict
+        is_same = len(self) == len(self._made) and all(self.get(name) is item for name, item in self._made.items())
+        return (self._by_name, (self._fields,)) if is_same else (dict, (dict(self),))
 
 
 class Batch(list[Any]):
@@ -38,8 +57,11 @@ class Batch(list[Any]):
     their offsets.
 
     A ``collate_fn`` may use it as any list. The samples are made when they are first needed, because most batches are
-    collated without them. ``fields`` is None once the list has been changed.
+    collated without them. ``fields`` is None once the list has been changed. Samples and the collated batch are dicts
+    if there is ``by_name``, and otherwise tuples.
     """
+
+    by_name: ByName | None = None
 
     def __init__(
         self, fields: tuple[Any, ...] | list[Any], num_samples: int | None = None, packed: Collection[int] = ()
@@ -63,17 +85,17 @@ class Batch(list[Any]):
         # torch looks at the first sample even of an empty batch
         return self._sample(range(self._num_samples)[index]) if self._num_samples else Sample()
 
-    def _sample(self, number: int) -> Sample:
-        if not self._packed:
-            return Sample(field[number] for field in self.fields)
-        values: list[Any] = []
+    def _sample(self, number: int) -> Sample | NamedSample:
+        values = self._values(number)
+        return Sample(values) if self.by_name is None else NamedSample(self.by_name.of_samples(values))
+
+    def _values(self, number: int) -> Iterator[Any]:
         for at, field in enumerate(self.fields):
             if at in self._packed:
                 start, stop = self.fields[at + 1][number : number + 2].tolist()
-                values += [field[start:stop], torch.tensor(stop - start)]
+                yield from (field[start:stop], torch.tensor(stop - start))
             elif at - 1 not in self._packed:
-                values.append(field[number])
-        return Sample(values)
+                yield field[number]
 
     def __radd__(self, before: list[Any]) -> list[Any]:
         return before + list(self)
@@ -89,6 +111,14 @@ class Batch(list[Any]):
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         return list, (list(self),)
+
+    @property
+    def collated(self) -> Any:
+        """The fields as a tuple or a dict; None once the list has been changed."""
+        if self.fields is None or self.by_name is None:
+            return self.fields
+        is_shared = isinstance(self.fields, SharedFields)
+        return SharedDict(self.by_name, self.fields) if is_shared else self.by_name(self.fields)
 
     def stacked(self) -> Batch:
         """Return the batch with the separately decoded images of each field stacked into one tensor.
@@ -152,22 +182,23 @@ def _emptied(collated: Any) -> Any:
 
 
 def collate(batch: Sequence[Any]) -> Any:
-    """Return the fields of a `Batch` as a tuple, without a copy. Collate any other batch as torch does.
+    """Return the fields of a `Batch` as a tuple or a dict, without a copy. Collate any other batch as torch does.
 
     As the ``collate_fn`` of a DataLoader, it returns what torch's default returns, but does not make the first sample,
     which takes time if batches are sparse.
     """
-    unchanged = batch.fields if isinstance(batch, Batch) else None
+    unchanged = batch.collated if isinstance(batch, Batch) else None
     return default_collate(list(batch)) if unchanged is None else unchanged
 
 
-def _collate_samples(batch: Sequence[Sample], *, collate_fn_map: Any = None) -> Any:
+def _collate_samples(batch: Sequence[Sample | NamedSample], *, collate_fn_map: Any = None) -> Any:
     if isinstance(batch, Batch) and batch.fields is not None:
-        return batch.fields
-    return default_collate([tuple(sample) for sample in batch])
+        return batch.collated
+    return default_collate([tuple(sample) if isinstance(sample, tuple) else dict(sample) for sample in batch])
 
 
 default_collate_fn_map.setdefault(Sample, _collate_samples)
+default_collate_fn_map.setdefault(NamedSample, _collate_samples)
 
 
 def _register(kind: type, plain: Callable[[Iterable[Any]], Any]) -> None:
@@ -175,6 +206,14 @@ def _register(kind: type, plain: Callable[[Iterable[Any]], Any]) -> None:
     register_pytree_node(kind, lambda values: (list(values), None), lambda values, _: plain(values))
 
 
+def _register_dict(kind: type) -> None:
+    register_pytree_node(
+        kind, lambda each: ([*each.values()], [*each]), lambda values, names: dict(zip(names, values, strict=True))
+    )
+
+
+_register_dict(NamedSample)
+_register_dict(SharedDict)
 _register(Sample, tuple)
 _register(SharedFields, tuple)
 _register(Batch, list)

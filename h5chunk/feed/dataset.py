@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from h5chunk.errors import FieldError, OptionError, count_text, names_text, printable, shown
+from h5chunk.errors import FieldError, OptionError, check_flag, count_text, names_text, printable, shown
 from h5chunk.feed.collate import (
     Batch,
     Numbering,
@@ -60,9 +60,10 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     """Samples of one or several HDF5 files, converted by h5chunk or not, as a map-style data set of torch.
 
     ``dataset[i]`` is a tuple of the fields of sample i; ``dataset[[3, 1, 2]]`` is a tuple of the fields of these three
-    samples, stacked along the first axis. Numbers are tensors of the file's dtype; strings are ``str``.
-    For a model that takes dicts, such as in transformers' Trainer, pass a ``collate_fn`` (there ``data_collator``) that
-    returns ``dict(zip(dataset.fields, h5chunk.collate(batch)))``.
+    samples, stacked along the first axis. Numbers are tensors of the file's dtype; strings are ``str``. With
+    ``as_dict=True``, these are dicts by field, for a model that is called as ``model(**batch)``::
+
+        dataset = h5chunk.ChunkDataset("texts.h5", fields={"input_ids": "tokens", "labels": "labels"}, as_dict=True)
 
     Uncompressed data is read as by `ChunkLoader`, compressed data through HDF5's chunk cache. Each process opens the
     file at its first read, with any start method of multiprocessing.
@@ -126,6 +127,11 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         read: ``transforms=[Log1p(1e4), Dense(torch.float16)]``. By default, a matrix becomes dense float32, which
         rounds float64 (``Dense(torch.float64)`` does not). With ``Csr()`` a batch is one ``torch.sparse_csr`` tensor,
         also from a worker, and a single row is a sparse tensor.
+    as_dict : bool
+        Whether samples and batches are dicts with an item per field, also those of a `ChunkLoader`. A field that has
+        two tensors in a tuple is one item, a named tuple: ``values`` and ``lengths`` (`h5chunk.transforms.Pad`),
+        ``values`` and ``offsets`` (`h5chunk.transforms.Pack`), or ``inputs`` and ``targets``
+        (`h5chunk.transforms.HoldOut`).
     cache_dir : path, optional
         For URLs: a folder on a local disk that caches data for later epochs and runs. Processes on a host share it,
         and each version of an object has a separate copy. Files with checksums are checked (``checksums`` is
@@ -163,6 +169,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         checksums: str = OFF,
         decode: str | None = None,
         transforms: Transforms | None = None,
+        as_dict: bool = False,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -204,6 +211,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         for name in self._names:
             torch_dtype(self.field(name).dtype, name)
         self._transforms = self._compiled(transforms)
+        self.as_dict = check_flag("as_dict", as_dict)
         self._samples: np.ndarray | None = None  # numbers in the file, for a subset
         self._conditions: tuple[str, ...] = ()  # which selected the samples
         self._order: Order | None = None  # set by a sampler
@@ -513,7 +521,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields, in the order of a sample's tuple."""
+        """Names of the fields, in the order of a sample's tuple, and the keys of its dict."""
         return self._names
 
     @property
@@ -557,9 +565,10 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         if isinstance(index, (int, np.integer)) or getattr(index, "ndim", None) == 0:
             drawn = index.batch if isinstance(index, TaggedIndex) else index
             batch = self._read(drawn, np.array([operator.index(index)], np.int64), shared=False)
-            return self._transforms.apply_to_sample(tuple(batch[0]))
+            return self._transformed(tuple(batch[0]))
         batch = self._batch(index)
-        return batch.fields if not self._transforms.has_each else tuple(collate(self._each_transformed(batch)))
+        collated = collate(self._each_transformed(batch) if self._transforms.has_each else batch)
+        return tuple(collated) if isinstance(collated, list) else collated  # torch collates tuples to a list
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Read the samples of a batch. torch's DataLoader calls this, so that each chunk is read only once.
@@ -586,10 +595,19 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def _batch(self, indices: Any) -> Batch:
         self._check_drawn(indices)
         batch = self._read(indices, sample_numbers(indices), shared=get_worker_info() is not None)
-        return batch if self._transforms.has_each else batch.stacked()
+        if self._transforms.has_each:
+            return batch
+        stacked = batch.stacked()
+        stacked.by_name = self._transforms.by_name if self.as_dict else None
+        return stacked
 
     def _each_transformed(self, batch: Batch) -> list[Any]:
-        return [self._transforms.apply_to_sample(sample) for sample in batch] or self._no_samples()
+        return [self._transformed(sample) for sample in batch] or self._no_samples()
+
+    def _transformed(self, sample: tuple[Any, ...]) -> Any:
+        """Apply the transforms of single samples, and return a tuple or a dict."""
+        values = self._transforms.apply_to_sample(sample)
+        return self._transforms.by_name.of_samples(values) if self.as_dict else values
 
     def _no_samples(self) -> list[Any]:
         """Return an empty batch with the shapes of a transformed sample."""

@@ -75,7 +75,7 @@ class Keyed(ChunkDataset):
         Fields that are parts of the samples' keys as class numbers (int64), by name. ``{"label": 0}`` is the first
         part: for ``"*/*/pixels"``, the name of the outer group. The classes are sorted by name; `classes` has the names
         of a single such field, and `categories` of any. A negative number counts from the last part.
-    transforms, trusted, decode, cache_dir, cache_bytes, storage_options
+    transforms, as_dict, trusted, decode, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
     checksums : {"off"}
         The samples are not compared with checksums.
@@ -100,6 +100,7 @@ class Keyed(ChunkDataset):
         attributes: Sequence[str] | Mapping[str, Any] = (),
         labels: Mapping[str, int] | None = None,
         transforms: Transforms | None = None,
+        as_dict: bool = False,
         trusted: bool = False,
         checksums: str = OFF,
         decode: str | None = None,
@@ -147,6 +148,7 @@ class Keyed(ChunkDataset):
             fields={**patterns, **dict.fromkeys(numbered, SAMPLE_NUMBER)},
             decode=decode,
             transforms=transforms,
+            as_dict=as_dict,
         )
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import SequentialSampler, get_worker_info
 
-from h5chunk.errors import H5ChunkError, OptionError, printable
+from h5chunk.errors import H5ChunkError, OptionError, check_flag, printable
 from h5chunk.feed.batches import BatchMaker, EpochReport, FieldPipeline
 from h5chunk.feed.budget import MemoryBudget, check_arguments, find_data, find_device, make_source
 from h5chunk.feed.collate import collate
@@ -32,6 +32,7 @@ from h5chunk.store.read.files import Paths
 from h5chunk.transforms import ToDtype, Transforms, transforms_by_field
 from h5chunk.transforms.any_size import AnySizeConverter
 from h5chunk.transforms.augmenting import AugmentConverter
+from h5chunk.transforms.pairs import ByName
 from h5chunk.transforms.ragged import packs
 from h5chunk.transforms.rows import RowConverter
 
@@ -69,8 +70,8 @@ class ChunkLoader(Resumable):
     epoch early: threads and memory are kept until `close`. Use the loader in only one thread. The order is that of a
     `ChunkSampler` with the same arguments, unless data is echoed, or ``memory_bytes`` makes windows smaller.
 
-    A batch is a tuple of the fields. Strings raise FieldError: for these, use a DataLoader. To learn which samples a
-    batch contains, add the field ``sample_number``::
+    A batch is a tuple of the fields, or a dict (``as_dict``). Strings raise FieldError: for these, use a DataLoader. To
+    learn which samples a batch contains, add the field ``sample_number``::
 
         dataset = h5chunk.ChunkDataset("photos.h5", fields=["images", "labels", "sample_number"])
         for images, labels, numbers in h5chunk.ChunkLoader(dataset, 256):
@@ -108,6 +109,9 @@ class ChunkLoader(Resumable):
         Transforms of the first field, or of several fields by name: objects of `h5chunk.transforms`, such as
         ``Normalize(mean, std)``, or functions of a batch. Default: images as they are stored, and rows of a matrix as
         dense float32.
+    as_dict : bool, optional
+        Whether batches are dicts by field: see `ChunkDataset`. Default: as the data set says, which is False for a
+        path.
     device : str or torch.device
         ``"cpu"`` or a CUDA device.
     memory_bytes : int, optional
@@ -171,6 +175,7 @@ class ChunkLoader(Resumable):
         seed: int = 0,
         drop_last: bool = False,
         transforms: Transforms | None = None,
+        as_dict: bool | None = None,
         device: str | torch.device = "cpu",
         memory_bytes: int | None = None,
         num_threads: int | None = None,
@@ -187,6 +192,9 @@ class ChunkLoader(Resumable):
         check_echo(echo)
         target = find_device(device)
         dataset, transforms = find_data(data, transforms)
+        if as_dict is not None:
+            dataset = copy(dataset)
+            dataset.as_dict = check_flag("as_dict", as_dict)
         if dataset.epoch_samples and resident:
             raise OptionError("resident is True, but each epoch has different samples: leave resident out")
         reuse = reuse and target.type == "cpu"
@@ -226,7 +234,10 @@ class ChunkLoader(Resumable):
         # echoed batches must not change if the caller changes a batch in place
         keep = self.is_resident or (self._source.device.type == "cpu" and echo == 1 and not self._source.has_frames)
         self._device, self._reuse, self._echo = target, reuse, float(echo)
-        self._maker = BatchMaker(self._pipelines, keep=keep, device=None if target == self._source.device else target)
+        by_name = ByName({name: own.converter.pair for name, own in zip(dataset.fields, self._pipelines, strict=True)})
+        self._by_name = by_name if dataset.as_dict else None
+        moved_to = None if target == self._source.device else target
+        self._maker = BatchMaker(self._pipelines, keep=keep, device=moved_to, by_name=self._by_name)
         self.report = EpochReport()
         self._feed: WindowStream | Resident | None = None
         self._iterated: WindowStream | Resident | None = None
@@ -254,9 +265,11 @@ class ChunkLoader(Resumable):
         }
         return self._data.with_transforms(of_samples) if any(of_samples.values()) else self._data
 
-    def collate_fn(self, samples: Any) -> tuple[Any, ...]:
+    def collate_fn(self, samples: Any) -> Any:
         """Make a batch of this loader from samples of its `dataset`, on its device."""
-        return self._maker.finish(tuple(each.to(self._device) for each in collate(samples)))
+        batch = collate(samples)
+        tensors = batch if self._by_name is None else self._by_name.tensors(batch)
+        return self._maker.finish(tuple(each.to(self._device) for each in tensors))
 
     @property
     def batch_size(self) -> int | None:

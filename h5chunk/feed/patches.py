@@ -92,7 +92,7 @@ class Patches(ChunkDataset):
         without the halo.
     seed : int
         Random seed for the positions.
-    transforms, trusted, checksums, decode, cache_dir, cache_bytes, storage_options
+    transforms, as_dict, trusted, checksums, decode, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
 
     Raises
@@ -119,6 +119,7 @@ class Patches(ChunkDataset):
         positions: bool = False,
         seed: int = 0,
         transforms: Transforms | None = None,
+        as_dict: bool = False,
         trusted: bool = False,
         checksums: str = OFF,
         decode: str | None = None,
@@ -167,7 +168,7 @@ class Patches(ChunkDataset):
                     stacklevel=2,
                 )
         source = PatchReader(volumes.with_fields(padded), plan, has_positions=positions)
-        super().__init__(source, fields=named, decode=decode, transforms=transforms)
+        super().__init__(source, fields=named, decode=decode, transforms=transforms, as_dict=as_dict)
 
     @property
     def _patches(self) -> PatchReader:
@@ -245,6 +246,7 @@ class Patches(ChunkDataset):
             fields=fields,
             decode=self._decode,
             transforms=self.transforms,
+            as_dict=self.as_dict,
         )
         return other
 

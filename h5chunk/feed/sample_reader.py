@@ -54,6 +54,7 @@ from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
 from h5chunk.transforms.csr import CsrRows, Entries, fresh, make_csr, scatter
 from h5chunk.transforms.hold_out import as_array
 from h5chunk.transforms.images import ImageConverter, convert
+from h5chunk.transforms.pairs import ByName, Pair, num_tensors
 from h5chunk.transforms.ragged import RaggedConverter
 from h5chunk.transforms.rows import RowConverter
 
@@ -66,6 +67,7 @@ class SampleTransforms:
     """The transforms of a data set, separated into transforms of batches and transforms of single samples.
 
     ``converters`` convert batches: the rows of a matrix, samples of different lengths, and images that are augmented.
+    ``by_name`` makes dicts of the tensors of a batch.
     """
 
     def __init__(self, transforms: Transforms | None, fields: Mapping[str, Field | RaggedField]) -> None:
@@ -73,10 +75,13 @@ class SampleTransforms:
         by_field = transforms_by_field(transforms, fields)
         self.converters: dict[str, Converter] = {}
         self._each: list[Sequence[Callable[[Any], Any]]] = []  # of each value of a sample
+        kinds: dict[str, type[Pair] | None] = {}
         for name, field in fields.items():
             others = self._compile(by_field[name], field)
             converter = self.converters.get(name)
-            self._each += [others] * (1 if converter is None else converter.num_outputs)
+            kinds[name] = None if converter is None else converter.pair
+            self._each += [others] * num_tensors(kinds[name])
+        self.by_name = ByName(kinds)
         self.has_each = any(self._each)
         self._draws = any(each.is_random for each in self.converters.values())
 

@@ -104,7 +104,7 @@ class Windows(ChunkDataset):
         means that no episode may lack it.
     seed : int
         Random seed for ``goal="future"``.
-    transforms, trusted, checksums, decode, cache_dir, cache_bytes, storage_options
+    transforms, as_dict, trusted, checksums, decode, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
 
     Raises
@@ -133,6 +133,7 @@ class Windows(ChunkDataset):
         attributes: Sequence[str] | Mapping[str, Any] = (),
         seed: int = 0,
         transforms: Transforms | None = None,
+        as_dict: bool = False,
         trusted: bool = False,
         checksums: str = OFF,
         decode: str | None = None,
@@ -194,7 +195,7 @@ class Windows(ChunkDataset):
         steps |= dict.fromkeys(goals, LAST)
         futures = [name for name in goals if kinds[goals[name]] == "future"]
         source = WindowReader(episodes, anchors, steps, futures=futures, masks=masks, seed=seed)
-        super().__init__(source, fields=named, decode=decode, transforms=transforms)
+        super().__init__(source, fields=named, decode=decode, transforms=transforms, as_dict=as_dict)
 
     @property
     def episodes(self) -> np.ndarray:

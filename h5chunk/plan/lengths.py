@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import OptionError, check_whole
+from h5chunk.errors import OptionError, check_flag, check_whole
 from h5chunk.plan.order import Order, Round, Window
 from h5chunk.plan.permutation import BUCKETS, Indices, random_bits, sorted_order
 
@@ -184,8 +184,7 @@ class LengthOrder(Order):
 
 def usual_batch(lengths: Indices, max_elements: int | None, max_samples: int | None, padded: bool) -> int:
     """Return the size of an average batch. Raises OptionError if a sample has more elements than a batch may have."""
-    if not isinstance(padded, bool):
-        raise OptionError(f"padded is {padded!r}: pass True or False")
+    check_flag("padded", padded)
     if max_elements is None:
         if not padded:
             raise OptionError("padded needs batch_elements: pass batch_elements, or leave padded out")

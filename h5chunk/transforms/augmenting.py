@@ -50,7 +50,7 @@ class AugmentConverter:
     is_uncut = False
     changes_nothing = False
     is_random = True  # whether results depend on `Draws`
-    num_outputs = 1
+    pair = None
 
     def __init__(
         self,

@@ -97,7 +97,7 @@ class ImageConverter:
 
     is_uncut = False
     is_random = False
-    num_outputs = 1
+    pair = None
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from h5chunk.plan.draws import Draws
 from h5chunk.store.read.ragged import SeriesField
 from h5chunk.transforms.csr import _SAME_SIZE, Allocate, CsrRows
 from h5chunk.transforms.hold_out import as_array
+from h5chunk.transforms.pairs import Packed, Padded, Pair
 
 
 class _Lengths:
@@ -29,6 +30,7 @@ class Pad(_Lengths):
     """Return samples that differ in length as two tensors: padded to the longest of the batch, and their lengths.
 
     The first is (batch_size, longest, ...), the second (batch_size,) int64. Functions that follow get only the first.
+    In a dict (``as_dict``), they are one item, a named tuple: ``batch["tokens"].values``, ``batch["tokens"].lengths``.
 
     Parameters
     ----------
@@ -45,7 +47,8 @@ class Pack(_Lengths):
 
     The first is (total, ...), the second (batch_size + 1,) int64, from 0 to the total, as expected by
     ``torch.nested.nested_tensor_from_jagged(values, offsets)``, and as the ``cu_seqlens`` of attention kernels.
-    Functions that follow get only the first.
+    Functions that follow get only the first. In a dict (``as_dict``), they are one item, a named tuple of ``values``
+    and ``offsets``; a single sample has ``values`` and ``lengths``.
     """
 
 
@@ -63,11 +66,11 @@ class RaggedConverter:
     changes_nothing = False
     is_uncut = True
     is_random = False
-    num_outputs = 2
 
     def __init__(self, transforms: Sequence[Any], field: SeriesField, allocate: Allocate) -> None:
         self._form = transforms[0] if transforms else Pad()
         self.packs = isinstance(self._form, Pack)
+        self.pair: type[Pair] = Packed if self.packs else Padded
         bits = field.dtype.names  # of a type that NumPy lacks
         self.dtype = getattr(torch, bits[0]) if bits else torch.from_numpy(np.empty(0, field.dtype)).dtype
         self._step, self._allocate = field.step_shape, allocate

@@ -39,6 +39,7 @@ from h5chunk.transforms.csr import (
     scatter_natively,
 )
 from h5chunk.transforms.hold_out import HoldOut
+from h5chunk.transforms.pairs import HeldOut, Pair, num_tensors
 
 DENSE_THREADS = 4  # threads that make batches dense on the host
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -179,7 +180,7 @@ class RowConverter:
         if self.makes_csr and isinstance(field, MatrixField):
             per_row = field.num_entries / max(1, field.num_rows)
             self.sample_bytes = 4 + math.ceil(per_row * (4 + self.dtype.itemsize))
-        self.sample_bytes *= self.num_outputs
+        self.sample_bytes *= num_tensors(self.pair)
         self._kernel: DenseKernel | None = None
         self.threads = KeptThreads("h5chunk-dense")
 
@@ -197,9 +198,9 @@ class RowConverter:
         return self.hold_out is not None and self.hold_out.each_epoch
 
     @property
-    def num_outputs(self) -> int:
-        """The number of tensors in a batch of rows: 2 with `HoldOut`, otherwise 1."""
-        return 1 if self.hold_out is None else 2
+    def pair(self) -> type[Pair] | None:
+        """The type of the two tensors in a batch of rows with `HoldOut`; None for one tensor."""
+        return None if self.hold_out is None else HeldOut
 
     @property
     def is_uncut(self) -> bool:

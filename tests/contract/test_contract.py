@@ -357,6 +357,36 @@ def test_checksums(made: Made, tmp_path: Path) -> None:
             list(loader)
 
 
+def tensors(named: dict[str, Any]) -> list[Any]:
+    """The tensors of a batch or a sample that is a dict, in the order of its tuple."""
+    assert type(named) is dict
+    return [each for item in named.values() for each in (item if isinstance(item, tuple) else [item])]
+
+
+def alike(named: dict[str, Any], plainly: Sequence[Any]) -> None:
+    for own, other in zip(tensors(named), plainly, strict=True):
+        assert type(own) is type(other)
+        if isinstance(own, torch.Tensor):
+            torch.testing.assert_close(own, other, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert own == other
+
+
+@feature
+def test_as_dict(made: Made) -> None:
+    dataset, named = made.open(numbered=True), made.open(numbered=True, as_dict=True)
+    sample = named[3]
+    assert (*sample,) == dataset.fields and len(tensors(sample)) == len(dataset[3])
+    if not dataset.epoch_samples:
+        alike(sample, dataset[3])
+        alike(named[[3, 1]], dataset[[3, 1]])
+    for one, other in zip(made.epoch(named), kept(made.epoch(dataset)), strict=True):
+        alike(one, other)
+    batches = (DataLoader(own, batch_sampler=h5chunk.ChunkSampler(own, BATCH)) for own in (named, dataset))
+    for one, other in zip(*batches, strict=True):
+        alike(one, other)
+
+
 def total(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.complex128).sum()
 

@@ -24,6 +24,7 @@ def test_a_data_set_owns_the_data():
     assert arguments(h5chunk.ChunkDataset) == {
         "path": MISSING, "*fields": None, "*offsets": None, "*lengths": None, "*key": None, "*missing": "drop",
         "*sample_axis": None, "*decode": None, "*trusted": False, "*checksums": "off", "*transforms": None,
+        "*as_dict": False,
         "*cache_dir": None, "*cache_bytes": None, "*storage_options": None,
     }  # fmt: skip
 
@@ -41,7 +42,8 @@ def test_a_loader_owns_where_and_how():
     assert arguments(h5chunk.ChunkLoader) == {
         "data": MISSING, "batch_size": None, "*batch_elements": None, "*batch_sampler": None,
         "*shuffle": True, "*seed": 0, "*drop_last": False,
-        "*transforms": None, "*device": "cpu", "*memory_bytes": None, "*num_threads": None, "*resident": False,
+        "*transforms": None, "*as_dict": None,
+        "*device": "cpu", "*memory_bytes": None, "*num_threads": None, "*resident": False,
         "*reader": "auto", "*reuse": False, "*echo": 1, "*timeout": 120.0, "*num_workers": None,
     }  # fmt: skip
 
