@@ -1,4 +1,43 @@
-"""Read windows ahead, epoch after epoch, and yield their batches in order."""
+"""Read windows ahead, epoch after epoch, and yield their batches in order.
+
+Why no memory is overwritten too early
+--------------------------------------
+A window passes through the states *planned*, *being read*, *ready*, *in use* and *released*. Only the consumer's thread
+moves it on, apart from *ready*, which is the end of the last task. Three kinds of memory are used again:
+
+**A slot** holds one window. It is in ``_free``, or belongs to one `WindowRead` in ``_open``, never both: `_load` takes
+it from ``_free``, and `_put_back` returns it after the last batch of its window was made (with ``lends_slot``, after
+the batch that follows was requested). Threads write to it only in tasks of its read, which count ``num_left``; a read
+that is given up, because an epoch was left early, is waited for before its slot is free (`_restart_reading`), whether
+or not it failed.
+
+On the CPU, memory of a slot is new for each window (`BatchMemory`): batches are views of it or copies, and the memory
+is used again only once nothing refers to it any more, which the reference count says. With ``lends_slot`` there is one
+memory for each slot, and a batch is valid until the next one is requested.
+
+**The device buffer** of a slot on a GPU is written by a copy, on the stream ``_copies``, and read by the kernels that
+make batches, on the consumer's stream. Two events of the slot order them, so that no thread waits for a GPU:
+
+- ``copied`` is recorded after the copy. `receive` lets the consumer's stream wait for it before the first batch is
+  made.
+- ``consumed`` is recorded by `release` on the consumer's stream, after the kernels of the last batch. The next copy
+  into the buffer waits for it, on its own stream.
+
+A slot that is given up before its window was received waits for ``copied``, too (`_put_back`): otherwise ``consumed``
+would be recorded before a copy that still runs.
+
+**A pinned buffer** is written by reading threads and read by the copy. Slots share the pinned buffers, and take them
+in turn. A window may be queued for a buffer that is still being copied from: native threads begin it when the
+``copied`` of the window before it in this buffer has been reached (`Buffer.is_free`, asked in ``begin`` of
+``core.c``), and windows that use one buffer begin in the order in which they were submitted (``is_taken``). Without
+such a queue, `begin` of the slot takes a buffer for which no window is queued, and waits for its last copy.
+`return_pinned` is called once no thread writes to the buffer any more.
+
+When the stream is closed, pinned memory is freed after all threads have ended and all copies are done (`_give_back`).
+A fork has the memory but neither threads nor events: it refuses to go on (`lost_by_fork`).
+
+Copies may be late by any time: `tests/native/test_cuda.py` reads through a stand-in for CUDA whose copies are.
+"""
 
 from __future__ import annotations
 
