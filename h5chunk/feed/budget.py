@@ -20,7 +20,6 @@ from h5chunk.feed.slots import KEPT
 from h5chunk.machine import available_cores
 from h5chunk.native import available
 from h5chunk.plan.order import Order
-from h5chunk.plan.selection import WeightedSelection
 from h5chunk.plan.slots import ROUND_BYTES, TOGETHER_BYTES, SlotPlan, largest_window, plan_slots, with_windows_together
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
 from h5chunk.store.read.field_readers import (
@@ -139,7 +138,7 @@ def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray
     """Return how often an epoch may use each sample, (n,) int64, or None if it uses each sample once."""
     if order.selection is None and not order.pad:
         return None
-    max_uses = order.selection.max_draws if isinstance(order.selection, WeightedSelection) else 1
+    max_uses = 1 if order.selection is None else order.selection.max_draws
     counts = np.zeros(num_samples, np.int64)
     counts[slice(None) if dataset.subset_samples is None else dataset.subset_samples] = max_uses
     if order.pad:  # a short lane repeats its samples, maybe several times

@@ -39,6 +39,11 @@ def find_samples(dataset: ChunkDataset, condition: str | Function) -> np.ndarray
     return numbers
 
 
+def read_column(dataset: ChunkDataset, name: str) -> Column:
+    """Read a field of all samples, or ``source_name`` or ``sample_number``, with the names of its categories."""
+    return _Columns(dataset, None).read(name, dataset.samples)
+
+
 def _mask(condition: Any, values: _Values) -> np.ndarray:
     """Return for which samples a condition or a function is true: (n,) bool."""
     if isinstance(condition, Condition):

@@ -25,6 +25,7 @@ from h5chunk.feed.resident import Resident
 from h5chunk.feed.sampler import ChunkSampler, Resumable, State
 from h5chunk.feed.stored_tables import name_of_sample
 from h5chunk.feed.stream import WindowStream
+from h5chunk.plan.groups import GroupOrder
 from h5chunk.plan.lengths import LengthOrder
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import check_echo, num_echoed
@@ -212,8 +213,8 @@ class ChunkLoader(Resumable):
         self.batch_sampler = batch_sampler
         self._position, self._given_rank = batch_sampler._position, batch_sampler._given_rank
         order, min_chunks = _order_in_file(batch_sampler, dataset, echo)
-        if echo != 1 and isinstance(order, LengthOrder):
-            raise OptionError(f"echo is {echo}, but batches by length are not repeated: leave echo out")
+        if echo != 1 and isinstance(order, (LengthOrder, GroupOrder)):
+            raise OptionError(f"echo is {echo}, but batches by length or by group are not repeated: leave echo out")
         self._source = make_source(
             dataset, order, reader=reader, device=target, num_threads=num_threads, timeout_s=timeout or None
         )

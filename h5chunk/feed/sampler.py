@@ -15,8 +15,10 @@ from torch.utils.data import Sampler
 from h5chunk.errors import OptionError, count_text
 from h5chunk.feed.collate import TaggedBatch, check_numbering
 from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.grouping import group_selection
 from h5chunk.feed.nodes import find_nodes
 from h5chunk.feed.state import State, load_state, save_state
+from h5chunk.plan.groups import GroupOrder, GroupSelection
 from h5chunk.plan.lengths import LengthOrder, usual_batch
 from h5chunk.plan.order import INTERLEAVE, Order, choose_interleave, with_full_windows
 from h5chunk.plan.quality import OrderReport, measure
@@ -194,10 +196,39 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         fewer windows of the chosen size. If 24 is not a multiple of your number of workers, pass one that is. With
         ``batch_elements`` or ``bucket_batches`` it is 1.
 
+    groups : str, list of str, or array, optional
+        Make batches by group, such as the class or the subject of samples: a field with one value per sample, also an
+        attribute of `Keyed`, a constant of `Windows`, or ``source_name``, as in `ChunkDataset.where`; several fields,
+        whose combinations are groups; or the group of each sample, (n,). Without further arguments, batches are
+        stratified: each has the proportions of the data set, rounded up or down, and every sample is used once. All
+        ranks have the same number of batches, and there is one lane per rank.
+
+        All groups advance through the chunks at the same rate, in a random order of the chunks. In a shuffled file,
+        chunks are thus read one after another; in a file that is sorted by group, a chunk of each group is open at a
+        time, and compressed chunks are decoded for several windows: ``report().chunk_reads`` says how often. Sets of
+        samples of one group come from about the same chunks, and from a window if it has several sets of the group.
+    groups_per_batch : int, optional
+        Number of groups in a batch, each with ``batch_size / groups_per_batch`` samples, which follow each other: P
+        classes with K samples each, for metric learning; or 1, so that all samples of a batch belong to one group. The
+        groups of a batch are different and random. Groups occur as often as their samples suffice. An epoch uses a
+        sample at most once. It leaves out the samples that do not form a set, and those of a group that has more sets
+        than there are batches, others in each epoch: ``report().left_out``. With ``pad``, the last set of a group is
+        filled up with other samples of the group.
+    proportions : mapping of groups to numbers, or "equal", optional
+        The proportions of groups in each batch, relative to their sum, and 0 for groups to leave out. An epoch has as
+        many samples as the data set; samples of rare groups are repeated, as by ``weights``.
+    controls : group or mapping, optional
+        Each set of samples is followed by as many of its control group, so that a batch has ``groups_per_batch`` (1)
+        groups with ``batch_size / groups_per_batch / 2`` samples and as many controls each. A group, which is the
+        control of all others; a mapping of groups to control groups; or, if ``groups`` has several fields, a mapping
+        of a field to its value in control groups: with ``groups=["cell_line", "drug"], controls={"drug": "DMSO"}``, the
+        controls of ("A", "x") are ("A", "DMSO"). Every sample of the other groups is used at most once in an epoch;
+        controls are used as often as needed, each about equally often.
+
     Raises
     ------
     OptionError
-        A number is out of range.
+        A number is out of range; or a group is too small for a set, or has no controls.
     """
 
     def __init__(
@@ -219,6 +250,10 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         world_size: int | None = None,
         locality: str | int | None = None,
         weights: Any = None,
+        groups: Any = None,
+        groups_per_batch: int | None = None,
+        proportions: Any = None,
+        controls: Any = None,
     ) -> None:
         if not isinstance(dataset, ChunkDataset):
             raise OptionError(f"dataset is a {type(dataset).__name__}: pass a ChunkDataset, whose chunks are needed")
@@ -229,14 +264,27 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
                 "with weights=, or pass shuffle=True to a DataLoader in place of a ChunkSampler"
             )
         reader = dataset.new_reader()
-        selection = _selection(reader, dataset, weights)
+        ranks = dict(zip(("lanes", "rank", "world_size"), find_ranks(lanes, rank, world_size), strict=True))
+        by_group = {"groups_per_batch": groups_per_batch, "proportions": proportions, "controls": controls}
+        selection: Selection | None
+        if groups is None:
+            for name in (name for name, value in by_group.items() if value is not None):
+                raise OptionError(f"{name} needs groups: pass groups, such as the name of a field, or leave {name} out")
+            selection = _selection(reader, dataset, weights)
+        else:
+            _check_alone(weights=weights, batch_elements=batch_elements, locality=locality, lanes=lanes)
+            _check_alone(bucket_batches=None if bucket_batches == 1 else bucket_batches)
+            last = {"drop_last": drop_last, "pad": pad, "batch_size": batch_size, "world_size": ranks["world_size"]}
+            if drop_last and pad:
+                raise OptionError("drop_last and pad exclude each other: pass only one of them")
+            selection = group_selection(dataset, _chunks(reader, dataset), groups, **by_group, **last)
+            drop_last = pad = False  # the selection has only the samples that are used
         if selection is None:
             num_samples, chunk_samples = reader.num_samples, reader.chunk_samples
         else:
             num_samples = len(selection)
             chunk_samples = max(1, round(num_samples / max(1, selection.num_chunks)))
-        ranks = dict(zip(("lanes", "rank", "world_size"), find_ranks(lanes, rank, world_size), strict=True))
-        kind: type[Order] = Order
+        kind: type[Order] = Order if groups is None else GroupOrder
         options: dict[str, Any] = {"batch_size": batch_size}
         if batch_elements is not None or bucket_batches != 1:
             limits: dict[str, Any] = {"max_elements": batch_elements, "max_samples": batch_size, "padded": padded}
@@ -290,6 +338,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         found, weights = self._dataset.fingerprint, self._weights
         if isinstance(self._template, LengthOrder):
             found = zlib.crc32(self._template.lengths.tobytes(), found)
+        if isinstance(selection := self._template.selection, GroupSelection):
+            found = zlib.crc32(selection.fingerprint, found)
         if weights is None:
             return found
         encoded = weights.encode() if isinstance(weights, str) else np.asarray(weights, float).tobytes()
@@ -369,8 +419,9 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         Parameters
         ----------
         groups : str or (n,) array, optional
-            The group of each sample, such as its class, or the name of a field of groups. Default: the episodes of
-            `Windows`, the volumes of `Patches`; for batches by length, tenths of the samples, sorted by length.
+            The group of each sample, such as its class, or the name of a field of groups. Default: the sampler's
+            ``groups``; the episodes of `Windows`, the volumes of `Patches`; for batches by length, tenths of the
+            samples, sorted by length.
 
         Raises
         ------
@@ -378,7 +429,9 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             The data set has no such groups, and ``groups`` is not given.
         """
         given = self._dataset.values(groups) if isinstance(groups, str) else groups
-        return measure(self.order, self._dataset.groups if given is None else given)
+        selection = self._template.selection
+        own = selection.codes if isinstance(selection, GroupSelection) else self._dataset.groups
+        return measure(self.order, own if given is None else given)
 
     def __repr__(self) -> str:
         return f"ChunkSampler({self.order})"
@@ -389,15 +442,26 @@ def _selection(reader: Source, dataset: ChunkDataset, weights: Any) -> Selection
 
     Return None if an epoch uses all samples once, and all chunks have the same size.
     """
-    starts, samples = reader.chunk_starts, dataset.subset_samples
-    if samples is None and weights is None:
+    starts = reader.chunk_starts
+    if dataset.subset_samples is None and weights is None:
         return None if starts is None else FixedSelection(starts)
-    rows = np.arange(reader.num_samples) if samples is None else samples
-    chunks = rows // reader.chunk_samples if starts is None else np.searchsorted(starts, rows, "right") - 1
+    chunks = _chunks(reader, dataset)
     if weights is None:
         return FixedSelection(starts_of_runs(chunks))
-    if not len(rows):
+    if not len(chunks):
         raise OptionError("weights are given, but the data set is empty: pass a data set with samples")
     by_class = isinstance(weights, str)
-    array = balanced_weights(dataset.values(weights)) if by_class else check_weights(weights, len(rows))
-    return WeightedSelection.of(array, chunks, len(rows))
+    array = balanced_weights(dataset.values(weights)) if by_class else check_weights(weights, len(chunks))
+    return WeightedSelection.of(array, chunks, len(chunks))
+
+
+def _chunks(reader: Source, dataset: ChunkDataset) -> np.ndarray:
+    """Return the number of the chunk of each sample of a data set: (n,) int64, ascending."""
+    starts, rows = reader.chunk_starts, dataset.samples
+    return rows // reader.chunk_samples if starts is None else np.searchsorted(starts, rows, "right") - 1
+
+
+def _check_alone(**options: Any) -> None:
+    """Raise OptionError if an argument is given that batches by group do not have."""
+    for name in (name for name, value in options.items() if value is not None):
+        raise OptionError(f"{name} and groups exclude each other: leave one of them out")

@@ -76,7 +76,10 @@ def _identity(order: Order, file: int) -> State:
 
 def _difference(name: str, saved: int, expected: int) -> str:
     if name == "file":
-        return "state belongs to another file, or to other samples or weights: use the same files, subset and weights"
+        return (
+            "state belongs to another file, or to other samples, weights or groups: use the same files, subset, "
+            "weights and groups"
+        )
     if name == "global_batch_size":
         return f"state has batches of {saved} samples over all ranks, not {expected}: pass a matching batch_size"
     if name in ("window_chunks", "interleave"):

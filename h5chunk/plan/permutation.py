@@ -22,7 +22,7 @@ Words = npt.NDArray[np.uint64]
 Stream = tuple[int, int, int]
 
 CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # streams of random numbers; ECHO + k is for pass k of echoes
-WEIGHTS, SPLIT, NODES, BUCKETS = 1 << 40, (1 << 40) + 1, (1 << 40) + 2, (1 << 40) + 3
+WEIGHTS, SPLIT, NODES, BUCKETS, GROUPS, ADVANCE, DEAL = range(1 << 40, (1 << 40) + 7)
 MAX_SEED = (1 << 64) - 1
 
 

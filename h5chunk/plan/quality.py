@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from h5chunk.errors import OptionError
+from h5chunk.plan.groups import GroupOrder
 from h5chunk.plan.lengths import LengthOrder
 from h5chunk.plan.order import Order
 from h5chunk.plan.permutation import Indices
@@ -31,6 +32,12 @@ class OrderReport:
         The fraction of all elements of padded batches that is padding; None if batches are not made by length.
     padding_unsorted : float, optional
         The fraction that would be padding without buckets of samples of similar length.
+    left_out : int
+        Number of samples of the data set that an epoch leaves out, because of batches by group.
+    chunk_reads : float, optional
+        For batches by group: the number of windows that read from each chunk, on average, on this rank. If chunks are
+        compressed, each of these windows decodes the chunk. It is about 1 if the file is shuffled, and above 1 if it is
+        sorted, so that the batches need samples of many chunks.
     """
 
     batches: int
@@ -38,6 +45,8 @@ class OrderReport:
     effective_batch: float
     padding: float | None = None
     padding_unsorted: float | None = None
+    left_out: int = 0
+    chunk_reads: float | None = None
 
 
 def measure(order: Order, groups: Indices | None) -> OrderReport:
@@ -50,10 +59,10 @@ def measure(order: Order, groups: Indices | None) -> OrderReport:
         raise OptionError("this data set has no groups: pass groups, such as the name of the field of labels")
     batches = [batch for batch in order.batches() if len(batch)]
     mean = float(np.mean([len(batch) for batch in batches])) if batches else 0.0
-    padding: list[float] = []
+    padding: tuple[float | None, float | None] = None, None
     if isinstance(order, LengthOrder):
         unsorted = replace(order, bucket_batches=1)
-        padding = [_padding(order, batches), _padding(unsorted, unsorted.batches())]
+        padding = _padding(order, batches), _padding(unsorted, unsorted.batches())
     if groups is not None:
         numbers = np.unique(groups, return_inverse=True)[1]
         own = [numbers[batch] for batch in batches]
@@ -61,7 +70,10 @@ def measure(order: Order, groups: Indices | None) -> OrderReport:
         lengths = [order.lengths_of(batch) for batch in batches]  # type: ignore[attr-defined]
         borders = np.quantile(np.concatenate(lengths), np.arange(1, CLASSES) / CLASSES) if batches else []
         own = [np.searchsorted(borders, each, "right") for each in lengths]
-    return OrderReport(order.num_batches, mean, _effective_batch(own, mean), *padding)
+    report = OrderReport(order.num_batches, mean, _effective_batch(own, mean), *padding)
+    if isinstance(order, GroupOrder):
+        report = replace(report, left_out=order.num_left_out, chunk_reads=order.chunk_reads())
+    return report
 
 
 def _padding(order: LengthOrder, batches: Iterable[Indices]) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -44,6 +44,11 @@ class FixedSelection:
     def num_chunks(self) -> int:
         """Number of chunks with a selected sample."""
         return len(self.starts) - 1
+
+    @property
+    def max_draws(self) -> int:
+        """The largest number of times that an epoch draws a sample."""
+        return 1
 
 
 class SelectionSequence:
@@ -137,7 +142,25 @@ class WeightedSelection:
         return FixedSelection(starts, numbers if self.samples is None else self.samples[numbers], chunks)
 
 
-Selection = FixedSelection | WeightedSelection
+class Selection(Protocol):
+    """The samples that an epoch visits: a `FixedSelection`, or others that are drawn in each epoch."""
+
+    @property
+    def samples(self) -> Indices | None:
+        """The numbers in the file of the samples, (n,), from which is drawn; None means 0 to n - 1."""
+
+    def __len__(self) -> int: ...
+
+    def resolve(self, seed: int, epoch: int, /) -> FixedSelection:
+        """Return the samples of an epoch."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks with a sample that may be visited."""
+
+    @property
+    def max_draws(self) -> Any:
+        """The largest number of times that an epoch may draw each sample, (n,) int64, or a number for all of them."""
 
 
 def starts_of_runs(chunks: Indices) -> Indices:

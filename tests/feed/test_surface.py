@@ -35,6 +35,7 @@ def test_a_sampler_owns_the_order():
         "*bucket_batches": 1, "*shuffle": True, "*seed": 0, "*window_chunks": None,
         "*drop_last": False, "*pad": False, "*lanes": None, "*rank": None, "*world_size": None, "*weights": None,
         "*locality": None, "*interleave": None,
+        "*groups": None, "*groups_per_batch": None, "*proportions": None, "*controls": None,
     }  # fmt: skip
 
 

@@ -1,0 +1,533 @@
+"""Compute batches by group: with the proportions of groups, of a few groups, or of groups with matched controls.
+
+A set has ``set_samples`` samples of one group, and a batch has ``batch_sets`` sets, of different groups. With matched
+controls, a set has as many samples of the group's control group, after those of the group. In a stratified order, a set
+is one sample, and a batch has any number of sets of a group, in proportion to the sets of the group.
+
+Chunks are visited in random order, and each group draws its samples in this order of the chunks. All groups advance at
+the same rate. In a file that was shuffled, they are therefore all at about the same chunk; in a file that is sorted by
+group, a chunk of each group is open at a time. The sets of a window are drawn together, shuffled, and dealt to its
+batches. Sets that no batch can have, because it would have two sets of a group, are left out: others in each epoch.
+
+Source: systematic sampling: Madow, "On the theory of systematic sampling" (1949). Dealing sets in turn to batches:
+McNaughton, "Scheduling with deadlines and loss functions" (1959). Exchanging sets between batches: Strona et al., "A
+fast and unbiased procedure to randomize ecological binary matrices with fixed row and column totals" (2014).
+
+>>> codes = np.array([0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2])
+>>> selection = GroupSelection.of(codes, np.arange(12) // 4, names=["a", "b", "c"], batch_size=4, groups_per_batch=2)
+>>> order = GroupOrder(len(selection), 4, 4, 1, interleave=1, selection=selection)
+>>> [codes[batch].tolist() for batch in order.batches()]
+[[0, 0, 2, 2], [1, 1, 0, 0], [1, 1, 2, 2]]
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from h5chunk.errors import OptionError, count_text, names_text
+from h5chunk.plan.draws import REPEAT, epoch_rows, keys_of_repeated
+from h5chunk.plan.order import Order, Round, Window, divisors
+from h5chunk.plan.permutation import (
+    ADVANCE,
+    CHUNKS,
+    DEAL,
+    GROUPS,
+    Indices,
+    mixed,
+    permutation,
+    random_bits,
+    sorted_order,
+)
+from h5chunk.plan.selection import FixedSelection, starts_of_runs
+
+SHARE = 1 << 30  # the unit of proportions, which are whole numbers so that rounding is exact
+
+
+def shared_out(weights: Indices, total: int, seed: int, stream: tuple[int, int, int]) -> Indices:
+    """Divide ``total`` in proportion to weights, (n,) int64, and round each part up or down at random: (n,) int64.
+
+    >>> shared_out(np.array([2, 3, 5]), 10, 0, (0, 0, 0)).tolist()
+    [2, 3, 5]
+    """
+    order = permutation(len(weights), seed, stream=stream)
+    ends = np.cumsum(weights[order])
+    start = int(random_bits(len(weights) + 1, seed, stream)[-1] % np.uint64(ends[-1]))
+    parts = np.empty(len(weights), np.int64)
+    parts[order] = np.diff((ends * total + start) // ends[-1], prepend=0)
+    return parts
+
+
+class Stream(NamedTuple):
+    """What an epoch draws, group after group.
+
+    ``counts``, (num_groups,), has the number of sets of each group. ``begins`` has the position in ``keys`` at which
+    each group begins, also those that are only controls. The keys are those of positions in the data set.
+    """
+
+    counts: Indices
+    begins: Indices
+    keys: Indices
+
+
+@dataclass(frozen=True, eq=False)
+class GroupSelection:
+    """The samples of groups of which an epoch draws sets.
+
+    ``members``, (m,) int64, are the samples, by group and then ascending, and group g begins at ``starts[g]``. Control
+    groups follow all others: ``controls``, (num_groups,), is the control group of each other group. ``shares`` has the
+    sets of each group, which are drawn in proportion to it, ``num_sets`` in total.
+    """
+
+    chunks: Indices  # (n,): the chunk of each sample, ascending
+    members: Indices
+    starts: Indices
+    shares: Indices
+    num_sets: int
+    set_samples: int
+    batch_sets: int
+    stratified: bool
+    controls: Indices | None = None
+    samples: Indices | None = None  # (n,): indices of the samples in the file; None: 0 to n - 1
+
+    @classmethod
+    def of(
+        cls,
+        codes: Indices,
+        chunks: Indices,
+        *,
+        names: Sequence[Any],
+        batch_size: int,
+        groups_per_batch: int | None = None,
+        proportions: np.ndarray | None = None,
+        controls: Indices | None = None,
+        world_size: int = 1,
+        drop_last: bool = False,
+        pad: bool = False,
+    ) -> GroupSelection:
+        """Plan the sets of an epoch.
+
+        ``codes``, (n,), is the group of each sample, and ``names`` has the names of the groups. ``proportions``,
+        (num_groups,), is the share of each group in a batch. ``controls``, (num_groups,), is the group of controls of
+        each group, which is the group itself for those that are only controls.
+        """
+        sizes = np.bincount(codes, minlength=len(names))
+        drawn, control_of = np.arange(len(names)), None
+        if controls is not None:
+            own = controls == drawn
+            drawn = np.concatenate([drawn[~own], drawn[own]])
+            control_of = np.argsort(drawn)[controls[drawn[: int((~own).sum())]]]
+        if proportions is not None:
+            drawn = np.flatnonzero(proportions)
+        number = np.full(len(names), len(drawn))
+        number[drawn] = np.arange(len(drawn))
+        order = np.argsort(number[codes], kind="stable")
+        starts = np.concatenate(([0], np.cumsum(sizes[drawn])))
+        members, own_sizes = order[: starts[-1]], sizes[drawn]
+        together = batch_size * world_size
+        if groups_per_batch is None:
+            total = len(codes) if proportions is not None else len(members)
+            total = total // together * together if drop_last else -(-total // together) * together if pad else total
+            shares = own_sizes
+            if proportions is not None:
+                shares = np.maximum(1, np.rint(proportions[drawn] / proportions.sum() * SHARE)).astype(np.int64)
+            return cls(chunks, members, starts, shares, total, 1, batch_size, True)
+        num_groups = len(drawn) if control_of is None else len(control_of)
+        of_set = groups_per_batch * (1 if control_of is None else 2)
+        if batch_size % of_set:
+            what = "groups" if control_of is None else "groups and their controls"
+            raise OptionError(
+                f"batch_size is {batch_size}, which is not a multiple of the {of_set} {what} in a batch: pass a "
+                "multiple, or other groups_per_batch"
+            )
+        if groups_per_batch > num_groups:
+            raise OptionError(
+                f"groups_per_batch is {groups_per_batch}, but there are {count_text(num_groups, 'group')}: pass at "
+                f"most {num_groups}"
+            )
+        set_samples = batch_size // of_set
+        used = np.arange(len(drawn)) < num_groups
+        if control_of is not None:
+            used[control_of] = True
+        small = [names[group] for group in drawn[used & (own_sizes < set_samples)].tolist()]
+        if small and not pad:
+            size = int(sizes[names.index(small[0])])
+            raise OptionError(
+                f"group {small[0]!r} has {count_text(size, 'sample')}, but a batch needs {set_samples} of a group "
+                f"({count_text(len(small), 'group')} too small: {names_text(small)}): pass pad=True to repeat samples, "
+                "a smaller batch_size, more groups_per_batch, or leave the groups out by dataset.where"
+            )
+        sets = own_sizes[:num_groups] // set_samples
+        sets = -(-own_sizes[:num_groups] // set_samples) if pad else sets
+        num_batches = _most_batches(sets, groups_per_batch) // world_size * world_size
+        if not num_batches:
+            raise OptionError(
+                f"the samples do not suffice for a batch on each of {world_size} ranks: pass a smaller batch_size"
+            )
+        return cls(
+            chunks,
+            members,
+            starts,
+            np.minimum(sets, num_batches),
+            num_batches * groups_per_batch,
+            set_samples,
+            groups_per_batch,
+            stratified=False,
+            controls=control_of,
+        )
+
+    def __len__(self) -> int:
+        return self.num_sets * self.samples_of_set
+
+    @property
+    def samples_of_set(self) -> int:
+        """Number of samples in a set, with the controls."""
+        return self.set_samples * (1 if self.controls is None else 2)
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks with a sample of a group."""
+        return len(np.unique(self.chunks[self.members]))
+
+    @property
+    def fingerprint(self) -> bytes:
+        """A digest of the sets and the samples of the groups."""
+        numbers = self.num_sets, self.set_samples, self.batch_sets, self.stratified
+        arrays = self.members, self.starts, self.shares, np.empty(0) if self.controls is None else self.controls
+        return f"{numbers} {[zlib.crc32(array.tobytes()) for array in arrays]}".encode()
+
+    @property
+    def codes(self) -> Indices:
+        """The number of the group of each sample, (n,) int64, with -1 for samples that are left out."""
+        codes = np.full(len(self.chunks), -1)
+        codes[self.members] = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+        return codes
+
+    @property
+    def num_left_out(self) -> int:
+        """Number of samples of the data set that an epoch does not use."""
+        draws = self._draws(self._counts(0, 0))
+        return len(self.chunks) - int(np.minimum(draws, np.diff(self.starts)).sum())
+
+    @property
+    def max_draws(self) -> Indices:
+        """The largest number of times that an epoch may draw each sample, (n,) int64; at least 2 for members.
+
+        With 1, windows would be expected to have whole chunks.
+        """
+        sets = np.minimum(-(-self.shares * self.num_sets // self.shares.sum()) + 1, self.num_sets)
+        sizes, most = np.diff(self.starts), np.zeros(len(self.chunks), np.int64)
+        most[self.members] = np.repeat(np.maximum(2, -(-self._draws(sets) // np.maximum(1, sizes))), sizes)
+        return most
+
+    def resolve(self, seed: int, epoch: int) -> FixedSelection:
+        """Return the samples that an epoch draws, chunk by chunk."""
+        drawn = np.sort(self._drawn(seed, epoch, self._draws(self._counts(seed, epoch)), shuffle=True) % REPEAT)
+        starts = starts_of_runs(self.chunks[drawn])
+        numbers: Indices = drawn if self.samples is None else self.samples[drawn]
+        return FixedSelection(starts, numbers, self.chunks[drawn[starts[:-1]]])
+
+    def stream(self, seed: int, epoch: int, *, shuffle: bool = True, window_sets: int = 1) -> Stream:
+        """Draw the samples of an epoch. ``window_sets`` is the smallest number of sets that are dealt together.
+
+        If a sample is drawn several times, these draws follow each other, so that its chunk is read once. As a set has
+        a sample once, there are several passes through the samples of a group that has fewer sets in a window.
+        """
+        counts = self._counts(seed, epoch)
+        draws = self._draws(counts)
+        keys = self._drawn(seed, epoch, draws, shuffle=shuffle)
+        repeats = -(-draws // np.diff(self.starts))
+        of_window = np.maximum(1, draws // self.set_samples * window_sets // max(1, self.num_sets))
+        passes = -(-repeats // of_window)
+        if not self.stratified and passes.max(initial=1) > 1:
+            keys = _in_passes(keys, draws, np.maximum(1, passes))
+        return Stream(counts, np.cumsum(draws) - draws, keys)
+
+    def _drawn(self, seed: int, epoch: int, draws: Indices, *, shuffle: bool) -> Indices:
+        """Return the keys of the samples of each group: (num_draws,) int64. All samples of a group are equally likely.
+
+        A group that is drawn d times, and has n samples, draws every n/d-th of them, from a random one on.
+        """
+        sizes, line = np.diff(self.starts), self._by_chunk(seed, epoch) if shuffle else self.members
+        if np.array_equal(draws, sizes):
+            return line
+        first = random_bits(len(sizes), seed, (GROUPS, epoch, 1)) % sizes.astype(np.uint64)
+        turns = np.arange(int(draws.sum())) - np.repeat(np.cumsum(draws) - draws, draws)
+        steps = turns * np.repeat(sizes, draws) + np.repeat(first.astype(np.int64), draws)
+        positions = np.repeat(self.starts[:-1], draws) + steps // np.repeat(draws, draws)
+        return np.asarray(line[positions] + keys_of_repeated(positions) - positions)
+
+    def _by_chunk(self, seed: int, epoch: int) -> Indices:
+        """Return the members of each group in the order of the epoch's permutation of the chunks."""
+        firsts, groups, chunks = self._runs
+        turns = np.empty(int(self.chunks[-1]) + 1, np.int64)
+        turns[permutation(len(turns), seed, stream=(CHUNKS, epoch, 0))] = np.arange(len(turns))
+        order = np.argsort(groups * len(turns) + turns[chunks])
+        sizes = np.diff(firsts, append=len(self.members))[order]
+        shifts = firsts[order] - (np.cumsum(sizes) - sizes)
+        return np.asarray(self.members[np.arange(len(self.members)) + np.repeat(shifts, sizes)])
+
+    @cached_property
+    def _runs(self) -> tuple[Indices, Indices, Indices]:
+        """The first members of runs of one group in one chunk, and the group and the chunk of each run."""
+        chunks = self.chunks[self.members]
+        groups = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+        firsts = starts_of_runs(chunks + groups * (int(self.chunks[-1]) + 1))[:-1]
+        return firsts, groups[firsts], chunks[firsts]
+
+    def _counts(self, seed: int, epoch: int) -> Indices:
+        """Return how many sets of each group an epoch has: (num_groups,) int64."""
+        return shared_out(self.shares, self.num_sets, seed, (GROUPS, epoch, 0))
+
+    def _draws(self, sets: Indices) -> Indices:
+        """Return how many samples of each group, and then of each control group, these sets have."""
+        if self.controls is None:
+            return sets * self.set_samples
+        return np.concatenate([sets, self.sets_of_controls(sets)]) * self.set_samples
+
+    def sets_of_controls(self, sets: Indices) -> Indices:
+        """Return how many sets each control group belongs to, given the sets of each other group."""
+        assert self.controls is not None
+        num_groups = len(self.controls)
+        counts = np.zeros(len(self.starts) - 1 - num_groups, np.int64)
+        np.add.at(counts, self.controls - num_groups, sets)
+        return counts
+
+
+def _in_passes(keys: Indices, sizes: Indices, passes: Indices) -> Indices:
+    """Rearrange the keys of each group, of these sizes, such that pass p has each ``passes``-th of them from p on.
+
+    >>> _in_passes(np.array([0, 0, 1, 1, 2, 2, 8, 9]), np.array([6, 2]), np.array([2, 1])).tolist()
+    [0, 1, 2, 0, 1, 2, 8, 9]
+    """
+    begins = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    size, count = np.repeat(sizes, sizes), np.repeat(passes, sizes)
+    turn, number = np.divmod(np.arange(len(keys)) - begins, count)
+    arranged = np.empty_like(keys)
+    arranged[begins + number * (size // count) + np.minimum(number, size % count) + turn] = keys
+    return arranged
+
+
+def _most_batches(sets: Indices, batch_sets: int) -> int:
+    """Return how many batches can have ``batch_sets`` sets of different groups, given the sets of each group."""
+    low, high = 0, int(sets.sum()) // batch_sets
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = int(np.minimum(sets, middle).sum()) >= batch_sets * middle
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
+
+
+@dataclass(frozen=True)
+class GroupOrder(Order):
+    """An order whose batches consist of sets of groups. Its ``selection`` is a `GroupSelection`.
+
+    There is one lane per rank. Consecutive windows of sets belong to different ranks in turn.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lanes != self.world_size:
+            raise OptionError(f"lanes is {self.lanes}, but batches by group need one lane per rank: leave lanes out")
+
+    @property
+    def _sets(self) -> GroupSelection:
+        assert isinstance(self.selection, GroupSelection)
+        return self.selection
+
+    @property
+    def batch_text(self) -> str:
+        sets = self._sets
+        if sets.stratified:
+            return f"{self.batch_size}, stratified"
+        controls = "" if sets.controls is None else f", each with {sets.set_samples} controls"
+        return f"{self.batch_size} ({count_text(sets.batch_sets, 'group')} x {sets.set_samples}{controls})"
+
+    def numbers_of(self, keys: Indices) -> Indices:
+        return np.asarray(keys % REPEAT)
+
+    @cached_property
+    def open_chunks(self) -> int:
+        """The estimated number of chunks that are partly read at a time: those of the windows in mid-epoch."""
+        stream = self._sets.stream(self.seed, self.epoch, shuffle=self.shuffle)
+        draws = np.diff(stream.begins, append=len(stream.keys))
+        sizes = np.minimum(draws, -(-draws * self.window_batches * self.batch_size // max(1, self.num_samples)))
+        firsts = stream.begins + (draws - sizes) // 2
+        middle = np.repeat(firsts - np.cumsum(sizes) + sizes, sizes) + np.arange(int(sizes.sum()))
+        chunks = len(np.unique(self._sets.chunks[self.numbers_of(stream.keys[middle])]))
+        return max(1, min(chunks * (1 if self.window_batches == 1 else self.interleave), self._sets.num_chunks))
+
+    @property
+    def num_left_out(self) -> int:
+        """Number of samples of the data set that an epoch leaves out."""
+        return self._sets.num_left_out
+
+    def chunk_reads(self) -> float:
+        """Return the number of windows of this rank that read from each chunk, on average."""
+        own = replace(self, selection=replace(self._sets, samples=None), epoch_samples=0)
+        chunks = [np.unique(self._sets.chunks[window.samples]) for window in own.windows()]
+        return sum(map(len, chunks)) / max(1, len(np.unique(np.concatenate(chunks))))
+
+    def rounds(self) -> Iterator[Round]:
+        """Yield the rounds of the epoch.
+
+        Windows have at least half of the batches of a full window, if the epoch has. An incomplete last batch is a
+        round of its own.
+        """
+        full, size, done = self.num_samples // (self.batch_size * self.world_size), self.window_batches, 0
+        while full - done >= 2 * size or full - done == size:
+            num_windows = next(n for n in divisors(self.interleave) if n * size <= full - done)
+            if num_windows > 1 and 0 < full - done - num_windows * size < size:
+                num_windows = next(n for n in divisors(self.interleave) if (n + 1) * size <= full - done)
+            yield Round(done, num_windows, size)
+            done += num_windows * size
+        left = full - done
+        for batches in [left] if left <= size else [left - left // 2, left // 2]:
+            if batches:
+                yield Round(done, 1, batches)
+                done += batches
+        if done < self.num_batches:
+            yield Round(done, 1, 1)
+
+    def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
+        """Yield the windows that contain batch ``start`` or later batches, in the order of first use."""
+        added = epoch_rows(self.epoch, self.epoch_samples) if self.epoch_samples else 0
+        dealer = _Dealer(self)
+        for round_ in self.rounds():
+            stop = min(self.num_batches, round_.first_batch + round_.num_windows * round_.window_batches)
+            joined = math.gcd(together, round_.num_windows)
+            for window in range(0, round_.num_windows, joined):
+                firsts = range(round_.first_batch + window, stop, round_.num_windows)
+                batches = [first + number for first in firsts for number in range(joined)]
+                dealt = [dealer.deal(round_.window_batches, wanted=batches[-1] >= start) for _ in range(joined)]
+                if batches[-1] < start:
+                    continue
+                keys = dealt[0].reshape(-1) if joined == 1 else np.stack(dealt, 1).reshape(-1)
+                done = sum(batch < start for batch in batches)
+                keys = self._keys_in_file(keys[done * self.batch_size :]) + added
+                samples = self.numbers_of(keys)
+                destinations = np.argsort(samples, kind="stable")
+                yield Window(samples, samples[destinations], destinations, batches[done:], keys)
+
+    def _keys_in_file(self, keys: Indices) -> Indices:
+        if self._sets.samples is None:
+            return keys
+        positions = keys % REPEAT
+        return np.asarray(self._sets.samples[positions] + keys - positions)
+
+
+class _Dealer:
+    """Deal the sets of an epoch to the batches of a rank, window after window."""
+
+    def __init__(self, order: GroupOrder) -> None:
+        self._order, self._sets = order, order._sets
+        smallest = max(1, min(order.window_batches // 2, order.num_batches)) * self._sets.batch_sets
+        self._stream = self._sets.stream(order.seed, order.epoch, shuffle=order.shuffle, window_sets=smallest)
+        self._left = self._stream.counts.copy()  # sets of each group that were not dealt yet
+        self._begins = self._stream.begins.copy()  # where the rest of each group begins in the stream
+        self._num_dealt = 0  # windows of all ranks
+
+    def deal(self, num_batches: int, *, wanted: bool) -> Indices:
+        """Return the keys of the samples of the next window of this rank: (num_batches, batch_size).
+
+        The windows of the other ranks are dealt, too. An incomplete last batch is divided among the ranks.
+        """
+        order, batch_sets = self._order, self._sets.batch_sets
+        num_left = int(self._left.sum())
+        if num_left < num_batches * batch_sets * order.world_size:
+            return self._grouped(num_left, 0)[0][order.rank :: order.world_size].reshape(1, -1)
+        for rank in range(order.world_size):
+            if rank == order.rank and wanted:
+                dealt = self._batches(num_batches, rank)
+            else:
+                self._advance(num_batches * batch_sets, rank)
+            self._num_dealt += 1
+        return dealt if wanted else np.empty((0, 0), np.int64)
+
+    def _advance(self, num_sets: int, rank: int) -> tuple[Indices, Indices]:
+        """Take the next sets of all groups. Returns where each group begins in the stream, and its number of sets."""
+        counts = shared_out(self._left, num_sets, self._order.seed, (ADVANCE, self._order.epoch, self._num_dealt))
+        begins = self._begins.copy()
+        self._left -= counts
+        self._begins += self._sets._draws(counts)
+        return begins, counts
+
+    def _bits(self, size: int, stream: int) -> np.ndarray:
+        """Return random words, or ascending ones if samples are not shuffled: (size,) uint64."""
+        order = self._order
+        if not order.shuffle:
+            return np.asarray(np.arange(size, dtype=np.uint64) << np.uint64(64 - max(1, size).bit_length()))
+        return random_bits(size, order.seed, (DEAL, order.epoch, self._num_dealt), stream)
+
+    def _grouped(self, num_sets: int, rank: int) -> tuple[Indices, Indices]:
+        """Return the next sets, (num_sets, set_samples), group by group in random order, and the group of each set."""
+        begins, counts = self._advance(num_sets, rank)
+        groups = np.flatnonzero(counts)
+        groups = groups[sorted_order(self._bits(len(groups), 0))]
+        keys = self._shuffled(begins[groups], counts[groups], 1)
+        of_sets = np.repeat(groups, counts[groups])
+        if (controls := self._sets.controls) is None:
+            return keys, of_sets
+        num_groups = len(controls)
+        matched = self._shuffled(begins[num_groups:], self._sets.sets_of_controls(counts), 2)
+        places = np.argsort(controls[of_sets], kind="stable")
+        own = np.empty_like(matched)
+        own[places] = matched  # the sets of controls are in the order of the control groups
+        return np.concatenate([keys, own], axis=1), of_sets
+
+    def _shuffled(self, begins: Indices, counts: Indices, stream: int) -> Indices:
+        """Return sets of groups, of samples that are shuffled within each group: (num_sets, set_samples).
+
+        The draws of one sample follow each other after shuffling, and are dealt to different sets of the group.
+        """
+        set_samples = self._sets.set_samples
+        sizes = counts * set_samples
+        firsts = np.cumsum(sizes) - sizes
+        turns = np.arange(int(sizes.sum())) - np.repeat(firsts, sizes)
+        keys = self._stream.keys[turns + np.repeat(begins, sizes)]
+        words = self._bits(len(keys), stream)
+        if self._order.shuffle:
+            words = mixed((keys % REPEAT).astype(np.uint64), words[0])
+        group_bits = np.uint64(max(1, len(sizes)).bit_length())
+        groups = np.repeat(np.arange(len(sizes), dtype=np.uint64), sizes) << (np.uint64(64) - group_bits)
+        place, number = np.divmod(turns, np.repeat(counts, sizes))
+        sets = np.empty_like(keys)
+        sets[np.repeat(firsts, sizes) + number * set_samples + place] = keys[sorted_order(words >> group_bits | groups)]
+        return sets.reshape(-1, set_samples)
+
+    def _batches(self, num_batches: int, rank: int) -> Indices:
+        """Return the batches of a window: (num_batches, batch_size)."""
+        num_sets = num_batches * self._sets.batch_sets
+        sets, groups = self._grouped(num_sets, rank)
+        # the sets of a group follow each other, and are dealt to different batches
+        grid = np.arange(num_sets).reshape(self._sets.batch_sets, num_batches).T
+        grid = grid[sorted_order(self._bits(num_batches, 3))]
+        if self._sets.stratified:  # parts of a batch, such as those of several devices, have about the same shares
+            within = sorted_order(self._bits(grid.size, 4).reshape(grid.shape))
+            grid = np.take_along_axis(grid, within, axis=1)
+        elif self._order.shuffle:
+            for turn in range(2 * num_batches.bit_length()):
+                self._exchange(grid, groups, turn)
+        return np.asarray(sets[grid.reshape(-1)]).reshape(num_batches, -1)
+
+    def _exchange(self, grid: Indices, groups: Indices, turn: int) -> None:
+        """Exchange random sets between pairs of batches, such that no batch has two sets of a group.
+
+        ``grid``, (num_batches, batch_sets), has the numbers of the sets, and ``groups`` the group of each set.
+        """
+        half, width = len(grid) // 2, grid.shape[1]
+        pairs = sorted_order(self._bits(len(grid), 5 + 2 * turn))[: 2 * half].reshape(2, half)
+        both = np.concatenate(grid[pairs], axis=1)
+        both = np.take_along_axis(both, np.argsort(groups[both], axis=1, kind="stable"), axis=1)
+        keys = self._bits(both.size, 6 + 2 * turn).reshape(both.shape)
+        is_common = groups[both[:, 1:]] == groups[both[:, :-1]]  # in both batches, where it stays
+        keys[:, :-1][is_common] = 0
+        keys[:, 1:][is_common] = np.iinfo(np.uint64).max
+        both = np.take_along_axis(both, sorted_order(keys), axis=1)
+        grid[pairs[0]], grid[pairs[1]] = both[:, :width], both[:, width:]
