@@ -219,6 +219,9 @@ class BatchMaker:
         if not isinstance(batch_size, int):
             for first, size in zip(accumulate(batch_size, initial=0), batch_size, strict=False):
                 some, drawn = samples[first : first + size], draws.part(first, first + size)
+                if pipeline.ahead:
+                    yield pipeline.start(some, drawn)
+                    continue
                 yield pipeline.batches(some, drawn, max(1, size), keep=self._keep)[0]
             return
         on_cpu = isinstance(samples, Frames) and samples.values.device.type == "cpu"  # then memory is the limit

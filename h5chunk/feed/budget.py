@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,12 @@ from torch.utils.data import Dataset
 from h5chunk.errors import OptionError, check_flag, check_whole, count_text, human_bytes, printable
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.frames import FrameLayout
-from h5chunk.feed.layout import FieldLayout, Layouts, layout_of, layout_of_numbers, slot_bytes
+from h5chunk.feed.given import GivenOrder
+from h5chunk.feed.layout import FieldLayout, Layouts, Uses, layout_of, layout_of_numbers, slot_bytes
 from h5chunk.feed.slots import KEPT
 from h5chunk.machine import available_cores
 from h5chunk.native import available
-from h5chunk.plan.order import Order
+from h5chunk.plan.order import Epoch, Order
 from h5chunk.plan.slots import ROUND_BYTES, TOGETHER_BYTES, SlotPlan, largest_window, plan_slots, with_windows_together
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
 from h5chunk.store.read.field_readers import (
@@ -43,6 +44,10 @@ LOADING_BYTES = 8 << 20  # size of the pieces in which resident data is read
 LOADING_SLOTS = 4  # number of pieces that are read concurrently
 REMOTE_AHEAD_BYTES = 256 << 20  # read ahead from object stores, so that many requests are in flight
 GPU_ROUND_BYTES = 512 << 20  # the same limit as ROUND_BYTES for a GPU, where host and device buffers both count
+GROUP_BYTES = 16 << 20  # windows of the user's batches
+WHOLE_CHUNKS_BYTES = 128 << 20  # the same if reading a few samples of a chunk takes as long as reading all
+ENDLESS = 64  # windows of an epoch whose length is not known
+SHARES = 8  # a window of the user's batches has at most this part of the samples
 MAX_THREADS = 12  # more threads block each other, and delay the training loop: see scripts/LOG.md
 DECODING_BYTES = 1 << 30  # limit on memory for decoding, which bounds the default number of threads
 
@@ -75,16 +80,15 @@ class DataSource:
             for name, layout in self.layouts.items()
         }
 
-    def read_amplification(self, order: Order) -> float:
+    def read_amplification(self, order: Epoch) -> float:
         """Return the bytes that all ranks read in an epoch, divided by the bytes of the samples.
 
         Fields that are kept in memory are not counted.
         """
-        rows = None if order.selection is None else order.selection.resolve(order.seed, order.epoch).samples
         kept = [name for name, field in self.fields.items() if is_small_field(field)]
-        return read_amplification(self.reader, rows, self.fields, kept)
+        return read_amplification(self.reader, order.rows_together(), self.fields, kept)
 
-    def describe(self, order: Order) -> str:
+    def describe(self, order: Epoch) -> str:
         """Describe how the fields are read, for the repr of a loader."""
         times = self.read_amplification(order)
         excess = "" if times < NOTABLE else f"reads {times:.2f} x the bytes of its samples; "
@@ -95,7 +99,7 @@ class DataSource:
 
 def make_source(
     dataset: ChunkDataset,
-    order: Order,
+    order: Epoch,
     *,
     reader: str,
     device: torch.device,
@@ -108,11 +112,11 @@ def make_source(
     ``reader="direct"`` is not possible.
     """
     h5reader, numbered = dataset.new_reader(), dataset.numbered_fields
-    counts, lanes = _counts(dataset, h5reader.num_samples, order), order.lanes // order.world_size
+    uses = _uses(dataset, h5reader.num_samples, order)
     if any(isinstance(field, ImagesField) for field in h5reader.fields.values()):
         device = torch.device("cpu")  # images are decoded from windows on the host
     layouts = {
-        name: layout_of_numbers(dataset.field(name)) if name in numbered else _layout(h5reader, name, counts, lanes)
+        name: layout_of_numbers(dataset.field(name)) if name in numbered else _layout(h5reader, name, uses)
         for name in dataset.fields
     }
     fields, why = _field_readers(h5reader, reader)
@@ -124,26 +128,28 @@ def make_source(
     return DataSource(h5reader, fields, why, numbered, layouts, device, num_threads, timeout_s, has_frames, subset)
 
 
-def _layout(reader: Source, name: str, counts: np.ndarray | None, lanes: int) -> Any:
-    layout = layout_of(reader, name, counts, lanes)
+def _layout(reader: Source, name: str, uses: Uses) -> Any:
+    layout = layout_of(reader, name, uses)
     if not isinstance(reader, WindowReader):
         return layout
     assert isinstance(layout, FieldLayout)
-    used = np.arange(reader.num_samples) if counts is None else np.flatnonzero(counts)
-    once = counts is None or int(counts.max(initial=0)) <= 1
-    return FrameLayout(reader, name, layout.dtype, reader.frames_of_chunks(name, used, lanes, once=once))
+    used = np.arange(reader.num_samples) if uses.counts is None else np.flatnonzero(uses.counts)
+    once = uses.by_chunk and (uses.counts is None or int(uses.counts.max(initial=0)) <= 1)
+    return FrameLayout(reader, name, layout.dtype, reader.frames_of_chunks(name, used, uses.lanes, once=once))
 
 
-def _counts(dataset: ChunkDataset, num_samples: int, order: Order) -> np.ndarray | None:
-    """Return how often an epoch may use each sample, (n,) int64, or None if it uses each sample once."""
+def _uses(dataset: ChunkDataset, num_samples: int, order: Epoch) -> Uses:
+    if not isinstance(order, Order):
+        return Uses(by_chunk=False)
+    lanes = order.lanes // order.world_size
     if order.selection is None and not order.pad:
-        return None
+        return Uses(lanes=lanes)
     max_uses = 1 if order.selection is None else order.selection.max_draws
     counts = np.zeros(num_samples, np.int64)
     counts[slice(None) if dataset.subset_samples is None else dataset.subset_samples] = max_uses
     if order.pad:  # a short lane repeats its samples, maybe several times
         counts *= 1 + math.ceil(order.lane_batch / max(1, order.num_samples // order.lanes))
-    return counts
+    return Uses(counts, lanes)
 
 
 def _field_readers(source: Source, way: str) -> tuple[dict[str, FieldReader], dict[str, str]]:
@@ -216,14 +222,51 @@ class MemoryBudget:
         held = [fields[name].grid.sample_bytes for name, layout in layouts if isinstance(layout, FrameLayout)]
         self._converted_bytes += sum(held)  # windows that are gathered for a batch
 
-    def plan(self, resident: bool, order: Order, *, min_chunks: int | None) -> SlotPlan | None:
+    def plan_given(self, order: GivenOrder, batch_samples: int) -> SlotPlan:
+        """Plan windows of the user's batches, of ``batch_samples`` each.
+
+        Windows are small, so that batches are not drawn long before their use, unless a batch reads much more than its
+        samples.
+        """
+        times = self._source.read_amplification(replace(order, window_samples=batch_samples))
+        num_bytes = GROUP_BYTES if times < NOTABLE else WHOLE_CHUNKS_BYTES
+        if not self._has_fixed_slots:  # memory for the samples of each window
+            batch_bytes = batch_samples * sum(layout.sample_bytes for layout in self._source.layouts.values())
+        else:
+            batch_bytes = self._window_bytes(batch_samples)
+        together = min(num_bytes // max(1, batch_bytes), order.num_samples // (SHARES * batch_samples))
+        size = max(1, together) * batch_samples
+        endless = Order(ENDLESS * size, 1, batch_samples, window_chunks=size, interleave=1)
+        plan = self._plan_slots(endless, min_chunks=batch_samples)
+        return replace(plan, order=replace(order, batch_size=batch_samples, window_samples=plan.window_samples))
+
+    def plan_larger(self, order: GivenOrder, batch_samples: int) -> SlotPlan:
+        """Plan windows for a batch that is larger than planned, with some room for others, if the memory suffices."""
+        try:
+            return self.plan_given(order, batch_samples + batch_samples // 4)
+        except OptionError:
+            return self.plan_given(order, batch_samples)
+
+    @property
+    def _has_fixed_slots(self) -> bool:
+        return not self._on_cpu or self._reuse or self._source.has_frames
+
+    def plan(self, resident: bool, order: Order | GivenOrder, *, min_chunks: int | None) -> SlotPlan | None:
         """Plan the number and size of windows. Return None if all data is kept on the device instead.
 
         Raise `OptionError` if resident data was requested but does not fit.
         """
         if self._fits_device(resident, order):
             return None
-        plan = plan_slots(
+        if isinstance(order, GivenOrder):
+            return self.plan_given(order, order.batch_size)
+        plan = self._plan_slots(order, min_chunks=min_chunks)
+        if self._on_cpu:
+            return with_windows_together(plan, TOGETHER_BYTES, 0 if self._reuse else KEPT)
+        return with_windows_together(plan, 2 * TOGETHER_BYTES)
+
+    def _plan_slots(self, order: Order, *, min_chunks: int | None) -> SlotPlan:
+        return plan_slots(
             order,
             self._window_bytes,
             self._beside_windows,
@@ -232,9 +275,6 @@ class MemoryBudget:
             ahead_bytes=self._ahead_bytes,
             round_bytes=ROUND_BYTES if self._on_cpu else GPU_ROUND_BYTES,
         )
-        if self._on_cpu:
-            return with_windows_together(plan, TOGETHER_BYTES, 0 if self._reuse else KEPT)
-        return with_windows_together(plan, 2 * TOGETHER_BYTES)
 
     @property
     def _ahead_bytes(self) -> int:
@@ -249,7 +289,7 @@ class MemoryBudget:
 
     def _beside_windows(self, order: Order) -> int:
         """Return the bytes that streaming in this order needs in addition to the windows."""
-        total = self._reading_bytes(order) + sum(
+        total = self._reading_bytes() + sum(
             converter.decoding_bytes(order.batch_size)
             for converter in self._converters
             if isinstance(converter, AnySizeConverter)
@@ -260,7 +300,7 @@ class MemoryBudget:
             total += (KEPT + 1) * order.batch_size * self._converted_bytes
         return total
 
-    def _reading_bytes(self, order: Order) -> int:
+    def _reading_bytes(self) -> int:
         source = self._source
         total = sum(field.num_bytes for field in source.fields.values() if is_small_field(field))
         total += scratch_bytes(source.fields.values(), source.num_threads)
@@ -270,13 +310,13 @@ class MemoryBudget:
             total += source.num_threads * PIECE_BYTES
         return total
 
-    def _fits_device(self, resident: bool, order: Order) -> bool:
+    def _fits_device(self, resident: bool, order: Order | GivenOrder) -> bool:
         """Return whether to keep all data on the device. Raise OptionError if it does not fit."""
         if not resident or not order.num_samples:
             return False
         held, pieces = self._resident_bytes, self._source.pieces
         loading = 0 if self._on_cpu else LOADING_SLOTS * 2 * slot_bytes(pieces, self.loading_samples(order))
-        needed = held + loading + self._reading_bytes(order)
+        needed = held + loading + self._reading_bytes()
         limit = math.inf if self._memory_bytes is None else self._memory_bytes
         if not self._on_cpu:
             limit = min(limit, free_bytes(self._source.device))
@@ -294,12 +334,12 @@ class MemoryBudget:
     def _resident_bytes(self) -> int:
         return slot_bytes(self._source.pieces, self._source.num_samples)
 
-    def loading_samples(self, order: Order) -> int:
+    def loading_samples(self, order: Order | GivenOrder) -> int:
         """Return how many samples are read at a time when resident data is loaded."""
         sample_bytes = sum(layout.sample_bytes for layout in self._source.layouts.values())
         return max(1, min(LOADING_BYTES // max(1, sample_bytes), order.num_samples // LOADING_SLOTS))
 
-    def describe(self, order: Order, plan: SlotPlan | None) -> str:
+    def describe(self, order: Epoch, plan: SlotPlan | None) -> str:
         """Describe the use of memory for the repr of a loader. Without a plan, all data is on the device."""
         if plan is None:
             return f"all {self._source.num_samples} samples resident ({human_bytes(self._resident_bytes)})"

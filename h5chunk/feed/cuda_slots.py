@@ -124,6 +124,10 @@ class CudaSlot:
         """Whether there is a pinned buffer that no window is read into. A copy from it may still be running."""
         return any(not each.num_queued for each in self._pinned_now)
 
+    def holds(self, num_samples: int) -> bool:
+        """Return whether a window of this size fits."""
+        return num_samples <= self._num_samples
+
     def can_begin(self, num_samples: int) -> bool:
         """Return whether a window of this size can be read, or queued, without waiting for a pinned buffer."""
         if self.tasks is not None and num_samples == self._num_samples:

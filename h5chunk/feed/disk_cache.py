@@ -8,8 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from h5chunk.errors import OptionError, exact_bytes
-from h5chunk.plan.order import Order
-from h5chunk.plan.selection import FixedSelection
+from h5chunk.plan.selection import FixedSelection, Selection
 from h5chunk.remote.mirror import Hold, Mirror, page_runs
 from h5chunk.remote.pages import GAP_PAGES, PAGE, Runs
 from h5chunk.store.read.samples import FieldReader
@@ -53,9 +52,9 @@ class DiskCache:
             self._free(excess)
         return absent
 
-    def hold_all(self, order: Order, names: Collection[str]) -> Hold | None:
+    def hold_all(self, selection: Selection | None, names: Collection[str]) -> Hold | None:
         """Hold all data of the fields ``names`` that an epoch may use. Return None if some of it is not cached."""
-        samples = order.selection.samples if isinstance(order.selection, FixedSelection) else None
+        samples = selection.samples if isinstance(selection, FixedSelection) else None
         wanted: dict[Mirror, list[tuple[np.ndarray, np.ndarray]]] = {}
         for number, mirror in enumerate(self._reader.mirrors):
             if mirror is None:

@@ -10,7 +10,8 @@ from typing import Any
 from h5chunk.errors import FileError, H5ChunkError, OptionError
 from h5chunk.feed.disk_cache import DiskCache
 from h5chunk.feed.read_pool import ReadPool, WindowRead
-from h5chunk.plan.order import Order, Window
+from h5chunk.plan.order import Window
+from h5chunk.plan.selection import Selection
 from h5chunk.remote.client import client
 from h5chunk.remote.mirror import Hold
 from h5chunk.store.hdf5.ranges import ReadTask
@@ -28,11 +29,11 @@ class RemoteReadPool(ReadPool):
         fields: Mapping[str, FieldReader],
         num_threads: int,
         *,
-        order: Order,
+        selection: Selection | None,
         num_windows: int,
         **options: Any,
     ) -> None:
-        self._order, self._num_windows, self._cache = order, num_windows, DiskCache(reader, fields)
+        self._selection, self._num_windows, self._cache = selection, num_windows, DiskCache(reader, fields)
         self._fetched: dict[int, WindowRead] = {}  # windows being fetched, none of whose tasks has begun
         self._looked = -1  # the last epoch in which `_become_local` was called
         self._held: Hold | None = None  # on all pages, once they are cached
@@ -53,7 +54,7 @@ class RemoteReadPool(ReadPool):
 
     def _become_local(self) -> None:
         """If all data is in the cache, hold it there until the pool is closed."""
-        self._held = self._cache.hold_all(self._order, set(self._fields) - set(self._whole))
+        self._held = self._cache.hold_all(self._selection, set(self._fields) - set(self._whole))
         if self._held is None:
             return
         self.is_local = True

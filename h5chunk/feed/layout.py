@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from operator import mul
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -102,14 +104,30 @@ class MatrixLayout:
 Layouts = Mapping[str, Any]  # `FieldLayout`, `MatrixLayout`, or `h5chunk.feed.frames.FrameLayout`
 
 
-def layout_of(reader: Source, name: str, counts: np.ndarray | None, lanes: int) -> FieldLayout | MatrixLayout:
-    """Return the layout of a field. For ``counts`` and ``lanes`` see `ragged_layout`.
+class Uses(NamedTuple):
+    """How an epoch uses samples, which limits the windows.
+
+    ``counts``, (num_samples,) int64, is the maximum number of times that an epoch uses each sample. None means that
+    each sample is used once, chunk by chunk, in ``lanes`` lanes per rank; or, unless ``by_chunk``, any number of times
+    and in any order.
+    """
+
+    counts: np.ndarray | None = None
+    lanes: int = 1
+    by_chunk: bool = True
+
+
+ONCE = Uses()
+
+
+def layout_of(reader: Source, name: str, uses: Uses) -> FieldLayout | MatrixLayout:
+    """Return the layout of a field.
 
     Raise `FieldError` if the field has strings, or a dtype that torch does not support.
     """
     stored = reader.fields[name]
     if isinstance(stored, RaggedField):
-        return ragged_layout(reader, stored, counts, lanes)
+        return ragged_layout(reader, stored, uses)
     return layout_of_numbers(stored)
 
 
@@ -125,18 +143,19 @@ def layout_of_numbers(field: Field | RaggedField) -> FieldLayout:
     return FieldLayout(field.sample_shape, dtype)
 
 
-def ragged_layout(reader: Source, field: RaggedField, counts: np.ndarray | None = None, lanes: int = 1) -> MatrixLayout:
+def ragged_layout(reader: Source, field: RaggedField, uses: Uses = ONCE) -> MatrixLayout:
     """Return the layout of a matrix, of samples that differ in length, or of images of any size (an entry per byte).
 
-    ``counts``, (num_rows,) int64, is the maximum number of times that an epoch uses each row. None means that each row
-    is used once, chunk by chunk, in ``lanes`` lanes per rank. Raise `FieldError` if torch does not support the dtype of
-    the matrix, and `FileError` if the matrix is damaged.
+    Raise `FieldError` if torch does not support the dtype of the matrix, and `FileError` if the matrix is damaged.
     """
     where, indptr = f"{printable(reader.path)}: {field.name!r}", reader.indptr_of(field.name)
-    if counts is None:  # the order's chunks are those of the main field
-        max_entries = entries_of_chunks(fullest_chunks(indptr, reader.chunk_samples), reader.chunk_samples, lanes)
+    if not uses.by_chunk:
+        longest = int(np.diff(indptr).max(initial=0))
+        max_entries: Callable[[int], int] = partial(mul, longest)
+    elif uses.counts is None:  # the order's chunks are those of the main field
+        max_entries = entries_of_chunks(fullest_chunks(indptr, reader.chunk_samples), reader.chunk_samples, uses.lanes)
     else:
-        max_entries = entries_of_rows(np.diff(indptr), counts)
+        max_entries = entries_of_rows(np.diff(indptr), uses.counts)
     if isinstance(field, SeriesField):
         values = torch_dtype(field.dtype, field.name)
         assert values is not None

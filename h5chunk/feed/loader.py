@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -20,6 +20,7 @@ from h5chunk.feed.batches import BatchMaker, EpochReport, FieldPipeline
 from h5chunk.feed.budget import MemoryBudget, check_arguments, find_data, find_device, make_source
 from h5chunk.feed.collate import collate
 from h5chunk.feed.dataset import ChunkDataset
+from h5chunk.feed.given import GivenBatches, GivenOrder
 from h5chunk.feed.read_pool import TIMEOUT_S
 from h5chunk.feed.resident import Resident
 from h5chunk.feed.sampler import ChunkSampler, Resumable, State
@@ -161,6 +162,9 @@ class ChunkLoader(Resumable):
         An argument is invalid, or the file does not allow ``reader="direct"``, with the reason.
     """
 
+    _template: Any  # an `Order` or a `GivenOrder`
+    batch_sampler: Any
+
     # as in a DataLoader without workers, for code that makes a DataLoader of this loader's attributes
     pin_memory = persistent_workers = False
     prefetch_factor = None
@@ -171,7 +175,7 @@ class ChunkLoader(Resumable):
         batch_size: int | None = None,
         *,
         batch_elements: int | None = None,
-        batch_sampler: ChunkSampler | None = None,
+        batch_sampler: ChunkSampler | Iterable[Sequence[int]] | None = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
@@ -200,6 +204,8 @@ class ChunkLoader(Resumable):
             raise OptionError("resident is True, but each epoch has different samples: leave resident out")
         reuse = reuse and target.type == "cpu"
         by_field = transforms_by_field(transforms, {name: dataset.field(name) for name in dataset.fields})
+        given = {"batch_size": batch_size, "batch_elements": batch_elements, "shuffle": not shuffle or None}
+        given |= {"drop_last": drop_last or None}
         if batch_sampler is None:
             if batch_size is None and batch_elements is None:
                 raise OptionError("batch_size is missing: pass batch_size, batch_elements or batch_sampler")
@@ -208,13 +214,19 @@ class ChunkLoader(Resumable):
             order_options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "padded": padded}
             batch_sampler = ChunkSampler(own, batch_size, batch_elements=batch_elements, **order_options)
         else:
-            given = {"batch_size": batch_size, "batch_elements": batch_elements, "shuffle": not shuffle or None}
-            _check_sampler(batch_sampler, dataset, {**given, "seed": seed or None, "drop_last": drop_last or None})
+            _check_not_given(given | {"seed": seed or None} if isinstance(batch_sampler, ChunkSampler) else given)
         self.batch_sampler = batch_sampler
-        self._position, self._given_rank = batch_sampler._position, batch_sampler._given_rank
-        order, min_chunks = _order_in_file(batch_sampler, dataset, echo)
-        if echo != 1 and isinstance(order, (LengthOrder, GroupOrder)):
-            raise OptionError(f"echo is {echo}, but batches by length or by group are not repeated: leave echo out")
+        self._given: GivenBatches | None = None
+        order: Order | GivenOrder
+        if isinstance(batch_sampler, ChunkSampler):
+            batch_sampler.check_data(dataset)
+            self._position, self._given_rank = batch_sampler._position, batch_sampler._given_rank
+            order, min_chunks = _order_in_file(batch_sampler, dataset, echo)
+        else:
+            self._given, self._given_rank = GivenBatches(batch_sampler, dataset), 0  # each rank has its own batches
+            self._position, order, min_chunks = self._given.position, self._given.order(seed), None
+        if echo != 1 and order.without_echo:
+            raise OptionError(f"echo is {echo}, but {order.without_echo} are not repeated: leave echo out")
         self._source = make_source(
             dataset, order, reader=reader, device=target, num_threads=num_threads, timeout_s=timeout or None
         )
@@ -245,10 +257,12 @@ class ChunkLoader(Resumable):
 
     @property
     def _identity(self) -> int:
-        return self.batch_sampler._identity
+        return self._data.fingerprint if self._given is not None else self.batch_sampler._identity
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
+        """Return the number of batches in an epoch. Raise TypeError if ``batch_sampler`` has no length."""
+        if self._given is not None:
+            return len(self._given)
         fresh = self._num_batches
         return fresh + num_echoed(self._echo, fresh)
 
@@ -276,6 +290,8 @@ class ChunkLoader(Resumable):
     def batch_size(self) -> int | None:
         """Number of samples in a batch; None if batches are limited by ``batch_elements`` only."""
         order = self._template
+        if self._given is not None:
+            return self._given.batch_size
         return order.max_samples if isinstance(order, LengthOrder) else order.batch_size
 
     @property
@@ -291,6 +307,8 @@ class ChunkLoader(Resumable):
     @property
     def sampler(self) -> Any:
         """The `batch_sampler` or, if samples are not shuffled, a sampler that also PyTorch takes for sequential."""
+        if self._given is not None:  # Lightning calls its set_epoch
+            return self
         return self.batch_sampler if self._template.shuffle else _InFileOrder(self)
 
     @property
@@ -308,16 +326,38 @@ class ChunkLoader(Resumable):
         """
         return self._source.read_amplification(self.order)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, from 0. If a state of this epoch was loaded, keep its batch.
+
+        The epoch is passed on to the ``set_epoch`` of your own ``batch_sampler``, or of the sampler in a BatchSampler.
+        """
+        super().set_epoch(epoch)
+        if self._given is not None:
+            self._given.set_epoch(self._position.epoch)
+
     def state_dict(self) -> State:
         """Return the position in the epoch as integers, for `load_state_dict` of a loader or sampler of the same file.
+
+        With your own ``batch_sampler``, the state also has that of the sampler, as it was after the last batch that was
+        returned, and how often the epoch used each sample.
 
         Raises
         ------
         OptionError
-            The loader repeats samples (data echoing): its position within a window cannot be saved.
+            The loader repeats samples (data echoing): its position within a window cannot be saved. Or your
+            ``batch_sampler`` cannot be resumed; the message says what it lacks.
         """
         self._check_state()
-        return self._state(*self._position.reached)
+        epoch, batch = self._position.reached
+        own = {} if self._given is None else self._given.state(epoch, batch)
+        return self._state(epoch, batch) | own
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._given is not None:
+            self._given.load(state, self._position.epoch, self._position.batch)
+
+    load_state_dict.__doc__ = Resumable.load_state_dict.__doc__
 
     def _check_state(self) -> None:
         if self._echo != 1:
@@ -338,10 +378,13 @@ class ChunkLoader(Resumable):
             raise OptionError("this loader is already being iterated: end that iteration, or create a second loader")
         self._check_ranks()
         report = EpochReport(started=time.perf_counter())
-        order, start = self.order, self._position.batch
+        start = self._position.batch
+        order = self._begun(start)
         feed = self._iterated = self._open(order, start)
         try:
             self._position.begin()
+            if self._given is not None:
+                self._given.has_begun()
             self.report = report
             for number, batch in enumerate(feed.batches(order, self._maker, report, start), start + 1):
                 self._position.running = order.epoch, number
@@ -362,7 +405,20 @@ class ChunkLoader(Resumable):
             if self._iterated is feed:
                 self._iterated = None
 
-    def _open(self, order: Order, start: int) -> WindowStream | Resident:
+    def _begun(self, start: int) -> Order | GivenOrder:
+        """Return the order of the epoch. The size of the user's first batch determines the windows."""
+        order = self.order
+        if not isinstance(order, GivenOrder):
+            return order
+        order = order.begun(start)
+        size = order.drawing.next_size
+        if self._plan is not None and self._feed is None and size not in (None, order.batch_size):
+            self._plan = self._budget.plan_given(order, size)
+            order = self._plan.order
+            self._template = replace(order, drawing=None)
+        return replace(order, replan=partial(self._budget.plan_larger, order))
+
+    def _open(self, order: Order | GivenOrder, start: int) -> WindowStream | Resident:
         """Return the source of batches. It is created on the first call and kept for later epochs, with its threads."""
         if self._feed is not None and not self._feed.is_usable:
             self.close()
@@ -405,8 +461,9 @@ class ChunkLoader(Resumable):
         echo = "" if self._echo == 1 else f"; echo {self._echo:g}"
         converters = (pipeline.converter for pipeline in self._pipelines)
         decoders = "".join(f"; {item.decoder}" for item in converters if isinstance(item, AnySizeConverter))
+        number = "batches" if self._given is not None else f"{len(self)} batches"
         return printable(
-            f"ChunkLoader({str(source.reader.path)!r} to {self._device}: {len(self)} batches of {order.batch_text}; "
+            f"ChunkLoader({str(source.reader.path)!r} to {self._device}: {number} of {order.batch_text}; "
             f"{self._budget.describe(order, self._plan)}{echo}; {source.describe(order)}{decoders})"
         )
 
@@ -419,13 +476,10 @@ class _InFileOrder(SequentialSampler):
         self.set_epoch = loader.set_epoch
 
 
-def _check_sampler(sampler: ChunkSampler, dataset: ChunkDataset, options: Mapping[str, Any]) -> None:
-    """Raise OptionError unless ``sampler`` is a sampler of the same data, and all values in ``options`` are None."""
-    if not isinstance(sampler, ChunkSampler):
-        raise OptionError(f"batch_sampler is a {type(sampler).__name__}: pass a ChunkSampler")
+def _check_not_given(options: Mapping[str, Any]) -> None:
+    """Raise OptionError unless all values are None, because they are settings of ``batch_sampler``."""
     for name in (name for name, value in options.items() if value is not None):
-        raise OptionError(f"{name} is given together with batch_sampler: pass {name} to the ChunkSampler instead")
-    sampler.check_data(dataset)
+        raise OptionError(f"{name} is given together with batch_sampler: pass {name} to the sampler instead")
 
 
 def _order_in_file(sampler: ChunkSampler, dataset: ChunkDataset, echo: float) -> tuple[Order, int | None]:

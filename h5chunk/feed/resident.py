@@ -27,8 +27,7 @@ from h5chunk.feed.slots import KEPT, BatchMemory, Fields, gather, to_device
 from h5chunk.feed.stream import WindowStream
 from h5chunk.native import DONE, GATHER, JOB, NativePool, available
 from h5chunk.plan.draws import Draws
-from h5chunk.plan.lengths import LengthOrder
-from h5chunk.plan.order import Order
+from h5chunk.plan.order import Epoch, Order
 from h5chunk.plan.selection import FixedSelection
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 from h5chunk.transforms.csr import CsrRows, SampleNumbers
@@ -88,10 +87,10 @@ class Resident:
             self._ahead = None
         self._fields.clear()
 
-    def batches(self, order: Order, maker: BatchMaker, report: EpochReport, start: int = 0) -> Iterator[Any]:
+    def batches(self, order: Epoch, maker: BatchMaker, report: EpochReport, start: int = 0) -> Iterator[Any]:
         """Yield the batches of an epoch, starting at batch ``start``, while the next epoch's order is computed."""
-        if isinstance(order, LengthOrder):
-            yield from self._by_length(order, maker, report, start)
+        if not isinstance(order, Order) or not order.has_equal_batches:
+            yield from self._one_by_one(order, maker, report, start)
             return
         keys = self._plan(order).result()[start * order.batch_size :]
         report.waited_s += time.perf_counter() - report.started
@@ -101,7 +100,7 @@ class Resident:
             report.add(maker.num_samples(batch), fresh=number < fresh)
             yield maker.finish(batch)
 
-    def _by_length(self, order: Order, maker: BatchMaker, report: EpochReport, start: int) -> Iterator[Any]:
+    def _one_by_one(self, order: Epoch, maker: BatchMaker, report: EpochReport, start: int) -> Iterator[Any]:
         for keys in order.keys(start):
             samples = self._positions(order.numbers_of(keys))
             numbers = SampleNumbers(samples, to_device(samples, self._device))

@@ -240,6 +240,10 @@ class CpuSlot:
 
     has_pinned = True  # see CudaSlot
 
+    def holds(self, num_samples: int) -> bool:
+        """Return whether a window of this size fits."""
+        return self._memory is not None or num_samples <= self._num_samples
+
     def can_begin(self, _num_samples: int) -> bool:
         """Return True, because no window has to wait for memory."""
         return True

@@ -8,26 +8,26 @@ from dataclasses import replace
 from typing import Any
 
 from h5chunk.errors import StateError
-from h5chunk.plan.lengths import LengthOrder
-from h5chunk.plan.order import Order
+from h5chunk.plan.order import Epoch
 
 VERSION = 1
-BY_LENGTH = ("batch_elements", "padded", "bucket_batches")  # only of orders by length
-State = dict[str, int]
+OF_SOME = ("batch_elements", "padded", "bucket_batches", "batch_sampler")  # settings that not all orders have
+OWN = ("sampler", "uses", "told")  # what the user's batches add: see `h5chunk.feed.given`
+State = dict[str, Any]  # integers, and the values of `OWN`
 
 
-def save_state(order: Order, batch: int, file: int) -> State:
+def save_state(order: Epoch, batch: int, file: int) -> State:
     """Return the state after ``batch`` batches of an epoch. ``file`` is a checksum of the data and the weights.
 
     The state does not contain the number of ranks or workers, which may change.
     """
-    return {"version": VERSION, "epoch": order.epoch, "batch": int(batch), **_identity(order, file)}
+    return {"version": VERSION, "epoch": order.epoch, "batch": int(batch), "file": file, **order.settings}
 
 
-def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, int]:
+def load_state(state: Mapping[str, Any], order: Epoch, file: int) -> tuple[int, int]:
     """Return the epoch and batch at which to resume. Raise StateError if it is invalid, or belongs to other data."""
     try:
-        numbers = {name: operator.index(value) for name, value in state.items()}
+        numbers = {name: operator.index(value) for name, value in state.items() if name not in OWN}
         version, epoch, batch = numbers["version"], numbers["epoch"], numbers["batch"]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise StateError(f"state is {state!r:.200}: pass the result of state_dict()") from None
@@ -35,43 +35,22 @@ def load_state(state: Mapping[str, Any], order: Order, file: int) -> tuple[int, 
         raise StateError(
             f"state has version {version}, but this h5chunk reads {VERSION}: use the h5chunk that saved it"
         )
-    for name in BY_LENGTH:
-        if name in numbers and not isinstance(order, LengthOrder):
+    settings = {"file": file, **order.settings}
+    for name in OF_SOME:
+        if name in numbers and name not in settings:
             raise StateError(f"state has {name}={numbers[name]}, but the sampler has no {name}: pass the same {name}")
-    for name, value in _identity(order, file).items():
+    for name, value in settings.items():
         if name not in numbers:
             raise StateError(f"state has no {name}: pass the result of state_dict()")
         if numbers[name] != value:
             raise StateError(_difference(name, numbers[name], value))
-    num_batches = 0 if epoch < 0 else replace(order, epoch=epoch).num_batches
-    if epoch < 0 or not 0 <= batch <= num_batches:
+    num_batches = 0 if epoch < 0 else replace(order, epoch=epoch).num_batches  # type: ignore[type-var]
+    if epoch < 0 or batch < 0 or (num_batches is not None and batch > num_batches):
         raise StateError(
             f"state is at batch {batch} of epoch {epoch}, but an epoch has {num_batches} batches: pass the "
             "result of state_dict()"
         )
     return epoch, batch
-
-
-def _identity(order: Order, file: int) -> State:
-    """Return the numbers that determine the order, except the epoch and the division among ranks."""
-    found = {
-        "file": file,
-        "num_samples": order.num_samples,
-        "chunk_samples": order.chunk_samples,
-        "seed": order.seed,
-        "global_batch_size": order.batch_size * order.world_size,
-        "lanes": order.lanes,
-        "locality": order.nodes,
-        "window_chunks": order.window_chunks,
-        "interleave": order.interleave,
-        "shuffle": int(order.shuffle),
-        "drop_last": int(order.drop_last),
-        "pad": int(order.pad),
-    }
-    if isinstance(order, LengthOrder):
-        by_length = order.max_elements or 0, int(order.padded), order.bucket_batches
-        found |= dict(zip(BY_LENGTH, by_length, strict=True))
-    return found
 
 
 def _difference(name: str, saved: int, expected: int) -> str:
@@ -80,6 +59,8 @@ def _difference(name: str, saved: int, expected: int) -> str:
             "state belongs to another file, or to other samples, weights or groups: use the same files, subset, "
             "weights and groups"
         )
+    if name == "batch_sampler":
+        return "state has the position of another batch_sampler: pass a sampler of the same class"
     if name == "global_batch_size":
         return f"state has batches of {saved} samples over all ranks, not {expected}: pass a matching batch_size"
     if name in ("window_chunks", "interleave"):

@@ -62,7 +62,7 @@ from h5chunk.feed.layout import slot_bytes
 from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.feed.slots import KEPT, BatchMemory, CpuSlot, Fields
 from h5chunk.plan.draws import Draws
-from h5chunk.plan.order import Order, Window
+from h5chunk.plan.order import Epoch, Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 
 PLANNED = 12  # windows to plan at a time, once at most that many planned windows remain
@@ -129,6 +129,49 @@ class _Planner:
             self._thread.join(timeout_s)
 
 
+class _Drawer:
+    """Plans the windows of the user's batches, in the thread that takes them.
+
+    They are planned once there is room for them, which does not depend on how fast they are read. Therefore a sampler
+    whose batches depend on the training loop draws the same batches in each run.
+    """
+
+    is_alive = False  # there is no thread
+
+    def __init__(self, order: Epoch, start: int, num_windows: int) -> None:
+        self._epoch, self._windows, self._num_windows = order.epoch, order.windows(start), num_windows
+        self._planned: deque[tuple[int, Window]] = deque()
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        """Plan as many windows as there is room for."""
+        self.add(self._num_windows)
+
+    def add(self, num_windows: int = 1) -> None:
+        """Plan more windows, for which there is room now. `take` raises the error of the user's sampler."""
+        try:
+            self._planned.extend((self._epoch, window) for window in islice(self._windows, num_windows))
+        except Exception as error:
+            self._error = error
+
+    def take(self, timeout_s: float | None) -> tuple[int, Window] | None:
+        """Return the epoch and the next window. With a timeout of 0, return None if there is no room for it."""
+        if not self._planned and timeout_s != 0:
+            if self._error is None:
+                self.add()
+            if self._error is not None:
+                raise self._error
+        return self._planned.popleft() if self._planned else None
+
+    def stop(self, error: BaseException) -> None:
+        """Plan no more windows. A caller of `take` gets ``error``."""
+        self._error, self._windows = error, iter(())
+        self._planned.clear()
+
+    def join(self, _timeout_s: float | None) -> None:
+        """Return, because there is no thread."""
+
+
 class WindowStream:
     """Read ahead through the windows of a plan, and yield their batches.
 
@@ -150,6 +193,7 @@ class WindowStream:
         start: int = 0,
     ) -> None:
         self._lends_slot, self._echo, self._once, self._together = lends_slot, echo, once, plan.together
+        self._source, self._num_slots = source, plan.num_slots
         self._num_local = plan.num_local
         self._process = os.getpid()
         self._open: dict[WindowRead, None] = {}  # windows in the order of reading
@@ -158,14 +202,14 @@ class WindowStream:
         self._maker: threading.Thread | None = None  # the thread that creates all slots but the first
         self._is_closed = False
         self._not_made: BaseException | None = None
-        self._planner: _Planner | None = None
-        self._left_planners: list[_Planner] = []  # stopped planners whose threads may still run
+        self._planner: _Planner | _Drawer | None = None
+        self._left_planners: list[_Planner | _Drawer] = []  # stopped planners whose threads may still run
         self._planned: tuple[int, Window] | None = None  # a window that was planned, and waits for memory
         self._pinned: list[PinnedBuffer] = []
         self._copies: Any = None  # the stream of copies to a GPU
         self._pool: Any = None
         try:
-            slots = self._make_slots(source, plan)
+            slots = self._make_slots(plan)
             self._free.append(next(slots))
             if source.device.type == "cpu":
                 self._free.extend(slots)
@@ -176,7 +220,7 @@ class WindowStream:
                 self._maker.start()
             how: dict[str, Any] = {"numbered": source.numbered, "timeout_s": source.timeout_s}
             if source.reader.is_remote:
-                how |= {"order": plan.order, "num_windows": plan.num_slots}
+                how |= {"selection": plan.order.selection, "num_windows": plan.num_slots}
             pool = RemoteReadPool if source.reader.is_remote else ReadPool
             self._pool = pool(source.reader, source.fields, source.num_threads, **how)
             self._start_reading(plan.order, start)
@@ -184,7 +228,8 @@ class WindowStream:
             self.close()
             raise
 
-    def _make_slots(self, source: DataSource, plan: SlotPlan) -> Iterator[Any]:
+    def _make_slots(self, plan: SlotPlan) -> Iterator[Any]:
+        source = self._source
         layouts, num_samples = source.layouts, plan.window_samples
         if source.device.type == "cpu":
             memory = None if self._lends_slot or source.has_frames else BatchMemory(KEPT * len(layouts))
@@ -258,16 +303,19 @@ class WindowStream:
     def _closed(self) -> FileError:
         return FileError(f"{printable(self._pool.path)}: the file was closed while it was read")
 
-    def _start_reading(self, order: Order, start: int) -> None:
+    def _start_reading(self, order: Epoch, start: int) -> None:
         self._next: tuple[int, int] | None = (order.epoch, start)
         self._planned = None
-        self._planner = _Planner(order, start, self._together, once=self._once)
+        if isinstance(order, Order):
+            self._planner = _Planner(order, start, self._together, once=self._once)
+        else:
+            self._planner = _Drawer(order, start, self._num_slots)
         self._planner.start()
         if self._is_closed:  # by another thread, just now
             self._end_planner()
         self._fill()
 
-    def _restart_reading(self, order: Order, start: int) -> None:
+    def _restart_reading(self, order: Epoch, start: int) -> None:
         """Restart at another position with the same threads and memory. Running reads are discarded once they end."""
         self._leave_planner()
         self._pool.cancel()
@@ -284,7 +332,10 @@ class WindowStream:
             self._pool.finish_ready()
         while self._free and self.is_usable:
             self._planned = self._planned or self._planner.take(0)
-            if self._planned is None or not self._free[0].can_begin(len(self._planned[1].samples)):
+            if self._planned is None:
+                return
+            slot, num_samples = self._free[0], len(self._planned[1].samples)
+            if not slot.holds(num_samples) or not slot.can_begin(num_samples):
                 return
             self._load(*self._planned)
 
@@ -295,7 +346,7 @@ class WindowStream:
         for batch in window.batches:
             self._batches[epoch, batch] = read
 
-    def _load_next(self) -> None:
+    def _load_next(self, order: Epoch) -> None:
         """Wait until the next window is planned, and start reading it. Raise WorkerError if that takes too long."""
         if not self.is_usable:
             raise lost_by_fork(self._pool.path)
@@ -307,23 +358,41 @@ class WindowStream:
         self._planned = self._planned or self._planner.take(self._pool.timeout_s)
         if self._planned is None:
             raise self._pool.mark_hanging(self._pool.timeout_s)
+        if not self._free[0].holds(num_samples := len(self._planned[1].samples)):
+            self._grow(order, num_samples)
         for read in [] if self._free[0].has_pinned else list(self._open):
             read.wait_for_threads(self._pool.timeout_s)
         self._load(*self._planned)
+
+    def _grow(self, order: Epoch, num_samples: int) -> None:
+        """Replace the free slots by larger ones. On a GPU no slot is in use, because the next batch needs this one."""
+        assert order.replan is not None
+        plan = order.replan(num_samples)
+        if self._maker is not None:
+            self._maker.join()
+        count = len(self._free)
+        self._free.clear()
+        if self._copies is not None:
+            assert not self._open
+            torch.cuda.synchronize(self._source.device)
+            while self._pinned:
+                self._pinned.pop().close()
+            count = plan.num_slots
+        self._free.extend(islice(self._make_slots(plan), count))
 
     def windows(self, order: Order) -> Iterator[Fields]:
         """Yield the fields of each window of the first epoch. They are valid until the next window is requested."""
         self._next, self._report, left = None, EpochReport(), order.num_batches
         while left:
             if not self._open:
-                self._load_next()
+                self._load_next(order)
             read = next(iter(self._open))
             self._wait_for(read)
             left -= len(read.window.batches)
             yield read.slot.window
             self._release(read)
 
-    def batches(self, order: Order, maker: BatchMaker, report: EpochReport, start: int = 0) -> Iterator[Any]:
+    def batches(self, order: Epoch, maker: BatchMaker, report: EpochReport, start: int = 0) -> Iterator[Any]:
         """Yield the batches of an epoch, starting at batch ``start``.
 
         If these batches come next in the windows that were read ahead, those windows are used.
@@ -336,9 +405,10 @@ class WindowStream:
         stays = self._lends_slot or self._echo != 1  # the window, until its last batch is used
         begun: deque[tuple[WindowRead, Tensors]] = deque()  # batches that are being decoded
         due = count(start)
+        following = (order.epoch + 1, 0) if order.is_pure else None
         num_batches = order.num_batches
         try:
-            for number in range(start, num_batches):
+            for number in order.numbers(start):
                 if maker.ahead:
                     while not begun or (len(begun) <= maker.ahead and self._is_batch_ready(order, number + len(begun))):
                         begun.append(self._begin_batch(order, maker, next(due), windows))
@@ -348,7 +418,7 @@ class WindowStream:
                     read, batch = self._begin_batch(order, maker, number, windows)
                 last = number == read.window.batches[-1]
                 if not stays and number + 1 == num_batches:
-                    self._next = order.epoch + 1, 0  # before the last batch: a consumer that counts batches stops there
+                    self._next = following  # before the last batch: a consumer that counts batches stops there
                 if not stays and last:
                     self._release(read)
                 report.add(maker.num_samples(batch), fresh=True)
@@ -361,19 +431,21 @@ class WindowStream:
         finally:
             for _, batch in begun:
                 drop(batch)
-        self._next = order.epoch + 1, 0
+            if not order.is_pure:  # the user's sampler may refer to the loader, whose finalizer refers to the stream
+                self._leave_planner()
+        self._next = following
 
-    def _is_batch_ready(self, order: Order, number: int) -> bool:
+    def _is_batch_ready(self, order: Epoch, number: int) -> bool:
         self._pool.finish_ready()
         read = self._batches.get((order.epoch, number))
         return read is not None and read.is_ready
 
     def _begin_batch(
-        self, order: Order, maker: BatchMaker, number: int, windows: dict[WindowRead, Iterator[Tensors]]
+        self, order: Epoch, maker: BatchMaker, number: int, windows: dict[WindowRead, Iterator[Tensors]]
     ) -> tuple[WindowRead, Tensors]:
         """Begin a batch, and return it with its window. The first batch of a window waits until it has been read."""
         while (order.epoch, number) not in self._batches:
-            self._load_next()
+            self._load_next(order)
         read = self._batches.pop((order.epoch, number))
         if read not in windows:
             self._wait_for(read)
@@ -411,7 +483,7 @@ class WindowStream:
         fresh = len(read.window.batches)
         return num_echoed(self._echo, number + 1) - num_echoed(self._echo, number + 1 - fresh)
 
-    def _echoes(self, read: WindowRead, order: Order, maker: Any) -> Iterator[Tensors]:
+    def _echoes(self, read: WindowRead, order: Epoch, maker: Any) -> Iterator[Tensors]:
         """Shuffle the samples of a window repeatedly, and yield the batches of each pass, without end."""
         window, size = read.window, order.batch_size
         for number in count():
@@ -427,6 +499,8 @@ class WindowStream:
 
     def _put_back(self, read: WindowRead) -> None:
         del self._open[read]
+        if isinstance(self._planner, _Drawer):
+            self._planner.add()
         is_needed = not self._pool.is_local or len(self._open) + len(self._free) < self._num_local
         if not is_needed:  # fewer are enough; a copy to its memory may still be running if no batch was taken
             read.slot.receive()

@@ -27,7 +27,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -330,6 +330,8 @@ class GroupOrder(Order):
 
     There is one lane per rank. Consecutive windows of sets belong to different ranks in turn.
     """
+
+    without_echo: ClassVar[str] = "batches by group"
 
     def __post_init__(self) -> None:
         super().__post_init__()

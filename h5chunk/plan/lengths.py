@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -50,6 +50,9 @@ class LengthOrder(Order):
     bucket_batches: int = 1  # number of batches whose samples are sorted by length together
     _sizes: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # cache of `_batches_of_windows`
 
+    has_equal_batches: ClassVar[bool] = False
+    without_echo: ClassVar[str] = "batches by length"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("bucket_batches", self.bucket_batches, 1)
@@ -71,6 +74,11 @@ class LengthOrder(Order):
         if self.max_elements is None:
             return str(self.max_samples)
         return f"up to {self.max_elements:,} {'padded ' if self.padded else ''}elements"
+
+    @property
+    def settings(self) -> dict[str, int]:
+        own = {"batch_elements": self.max_elements or 0, "padded": int(self.padded)}
+        return super().settings | own | {"bucket_batches": self.bucket_batches}
 
     @property
     def num_batches(self) -> int:

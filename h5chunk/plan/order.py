@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -72,6 +72,55 @@ class Window(NamedTuple):
     sizes: Sequence[int] | None = None  # number of samples in each batch, if batches differ in size
 
 
+class Epoch(Protocol):
+    """The batches of one epoch, in windows: an `Order`, or the batches of the user (`h5chunk.feed.given`)."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples in each batch of a window without ``sizes``, except for the last one."""
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether the windows depend only on the fields. Then another thread may plan them, and the next epoch."""
+
+    @property
+    def has_equal_batches(self) -> bool:
+        """Whether all batches have ``batch_size`` samples, except for the last one."""
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches, or None if it is not known before the last one."""
+
+    @property
+    def replan(self) -> Callable[[int], Any] | None:
+        """Returns a `h5chunk.plan.slots.SlotPlan` for a batch larger than planned. None: there is none."""
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """What the batches of all epochs depend on, except for the division among ranks, for a saved position."""
+
+    def numbers(self, start: int = 0) -> Iterator[int]:
+        """Yield the numbers of the batches, from batch ``start`` on."""
+
+    def rows_together(self) -> Indices | None:
+        """Return samples that are read together, ascending, to count bytes. None means all, each chunk once."""
+
+    def numbers_of(self, keys: Indices) -> Indices:
+        """Convert the keys of samples to the indices of the samples."""
+
+    def keys(self, start: int = 0) -> Iterator[Indices]:
+        """Yield the keys of the samples of each batch, from batch ``start`` on: (n,) int64."""
+
+    def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
+        """Yield the windows, from batch ``start`` on, in the order of first use. They may join ``together`` windows."""
+
+
 @dataclass(frozen=True)
 class Order:
     """The batches of one epoch on one rank.
@@ -96,6 +145,11 @@ class Order:
     nodes: int = 1  # number of nodes that have the same chunks in all epochs; a divisor of ``lanes``
     selection: Selection | None = field(default=None, repr=False)  # the samples to visit; None: all samples
     epoch_samples: int = 0  # if not 0, samples differ between epochs: see `h5chunk.plan.draws.epoch_rows`
+
+    is_pure: ClassVar[bool] = True
+    has_equal_batches: ClassVar[bool] = True
+    without_echo: ClassVar[str] = ""  # what the batches are, if they cannot be repeated
+    replan: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         at_least = dict.fromkeys(("chunk_samples", "batch_size", "window_chunks", "interleave", "world_size"), 1)
@@ -151,6 +205,23 @@ class Order:
         """Number of batches of the epoch on each rank."""
         together = self.batch_size * self.world_size
         return self.num_samples // together if self.drop_last else math.ceil(self.num_samples / together)
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """See `Epoch.settings`."""
+        return {
+            "num_samples": self.num_samples,
+            "chunk_samples": self.chunk_samples,
+            "seed": self.seed,
+            "global_batch_size": self.batch_size * self.world_size,
+            "lanes": self.lanes,
+            "locality": self.nodes,
+            "window_chunks": self.window_chunks,
+            "interleave": self.interleave,
+            "shuffle": int(self.shuffle),
+            "drop_last": int(self.drop_last),
+            "pad": int(self.pad),
+        }
 
     @property
     def num_chunks(self) -> int:
@@ -210,9 +281,17 @@ class Order:
             yield Round(done, num_windows, window_batches)
             done += num_windows * window_batches
 
+    def numbers(self, start: int = 0) -> Iterator[int]:
+        """Yield the numbers of the batches, from batch ``start`` on."""
+        return iter(range(start, self.num_batches))
+
     def batches(self, start: int = 0) -> Iterator[Indices]:
         """Yield the indices of the samples of each batch, from batch ``start`` on: (n,) int64."""
         return (self.numbers_of(keys) for keys in self.keys(start))
+
+    def rows_together(self) -> Indices | None:
+        """Return all samples of the epoch, ascending, because their order reads each chunk once."""
+        return None if self.selection is None else self.selection.resolve(self.seed, self.epoch).samples
 
     def numbers_of(self, keys: Indices) -> Indices:
         """Convert keys, which `keys` yields, to the indices of the samples."""

@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ TOGETHER_BYTES = 32 << 20  # small windows are read together up to this size, be
 class SlotPlan:
     """The number and size of slots. A slot is a buffer for one window, or for several small windows."""
 
-    order: Order  # the order, with windows small enough to fit
+    order: Any  # the `Order`, with windows small enough to fit, or another `h5chunk.plan.order.Epoch`
     num_slots: int
     num_local: int  # slots to use once all data is on this machine, where fewer windows are read ahead
     window_samples: int  # maximum number of samples in a slot
