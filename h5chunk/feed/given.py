@@ -235,7 +235,7 @@ class Drawing:
         self._has_ended = batch is END
         if not self._has_ended:
             self._num_drawn += 1
-        self._keep_state()
+            self._keep_state()  # not at the end, where some samplers begin the next epoch
         return not self._has_ended
 
     def _keep_state(self) -> None:

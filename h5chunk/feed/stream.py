@@ -374,7 +374,7 @@ class WindowStream:
         self._free.clear()
         if self._copies is not None:
             assert not self._open
-            torch.cuda.synchronize(self._source.device)
+            self._copies.synchronize()
             while self._pinned:
                 self._pinned.pop().close()
             count = plan.num_slots

@@ -144,8 +144,10 @@ NOT_NOTICED = Empty("small files of several stay in memory, as they were", "DID 
 ONE_VALUE = Empty("there is no field of one value per sample", "name a field with one value per sample")
 OF_BATCHES = Empty("samples that differ in length are padded before", "pass them as collate_fn")
 NO_STATISTICS = {"statistics": Empty("they are of dense fields", "leave out --stats|computes only")}
+OWN_BATCHES = ("own_batches", "own_batches_of_a_subset", "own_batches_of_a_url")
+OF_LOADERS = ("loader", "direct", "resume_loader", "resident", "memory_bytes", "one_order", "changed_loader")
 NO_LOADER = dict.fromkeys(
-    ["loader", "direct", "resume_loader", "resident", "memory_bytes", "batch_transform", "one_order", "changed_loader"],
+    [*OF_LOADERS, *OWN_BATCHES, "batch_transform"],
     Empty("torch has no tensors of strings", "leave it out.* or use a DataLoader"),
 )
 

@@ -224,6 +224,45 @@ def test_loader(made: Made, way: dict[str, Any]) -> None:
             made.check_epoch(dataset, loader, batches_of(dataset, 1, epoch), epoch)
 
 
+def own_batches(num_samples: int) -> list[list[int]]:
+    """Batches of several sizes in any order, with samples that are repeated."""
+    random = np.random.default_rng(0)
+    sizes = [5, *random.integers(1, 9, 20), 3 * num_samples, 2]
+    return [random.integers(0, num_samples, size).tolist() for size in sizes]
+
+
+@feature
+def test_own_batches(made: Made, way: dict[str, Any]) -> None:
+    dataset = made.open()
+    lists = own_batches(len(dataset))
+    with h5chunk.ChunkLoader(dataset, batch_sampler=lists, **way) as loader:
+        for epoch in range(2):
+            made.check_epoch(dataset, loader, lists, epoch)
+
+
+@feature
+def test_own_batches_of_a_subset(made: Made) -> None:
+    """From the file, and from memory unless each epoch has other samples."""
+    dataset = made.open()
+    numbers = [5, 1, 9, 8, 2]
+    part, lists = dataset.subset(numbers), own_batches(len(numbers))
+    in_file = np.sort(numbers)
+    for resident in (False, True) if made.kind.empty.get("resident") is None else (False,):
+        with h5chunk.ChunkLoader(part, batch_sampler=lists, resident=resident) as loader:
+            made.check_epoch(part, loader, [in_file[batch].tolist() for batch in lists])
+
+
+@feature
+def test_own_batches_of_a_url(made: Made, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    server.objects.update({f"/{path.name}": path.read_bytes() for path in made.paths[0]})
+    dataset = made.open([f"{server.url}/{path.name}" for path in made.paths[0]])
+    lists = own_batches(len(dataset))
+    with h5chunk.ChunkLoader(dataset, batch_sampler=lists) as loader:
+        for epoch in range(2):  # in the second one, all is in the cache
+            made.check_epoch(dataset, loader, lists, epoch)
+
+
 @feature
 def test_direct(made: Made) -> None:
     dataset = made.open()
