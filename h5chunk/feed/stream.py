@@ -15,6 +15,10 @@ On the CPU, memory of a slot is new for each window (`BatchMemory`): batches are
 is used again only once nothing refers to it any more, which the reference count says. With ``lends_slot`` there is one
 memory for each slot, and a batch is valid until the next one is requested.
 
+If a batch of the user is larger than planned, the slots in ``_free`` are replaced by larger ones (`_grow`). On a GPU
+these are all slots, because the earlier windows were released before this batch was asked for; all copies are waited
+for before the pinned memory is freed.
+
 **The device buffer** of a slot on a GPU is written by a copy, on the stream ``_copies``, and read by the kernels that
 make batches, on the consumer's stream. Two events of the slot order them, so that no thread waits for a GPU:
 
