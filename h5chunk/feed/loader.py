@@ -26,7 +26,6 @@ from h5chunk.feed.resident import Resident
 from h5chunk.feed.sampler import ChunkSampler, Resumable, State
 from h5chunk.feed.stored_tables import name_of_sample
 from h5chunk.feed.stream import WindowStream
-from h5chunk.plan.groups import GroupOrder
 from h5chunk.plan.lengths import LengthOrder
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import check_echo, num_echoed

@@ -166,7 +166,7 @@ def test_arguments(path):
     for name, value in {"batch_size": 8, "shuffle": False, "drop_last": True, "batch_elements": 9}.items():
         with pytest.raises(OptionError, match=f"{name} is given together with batch_sampler"):
             ChunkLoader(path, batch_sampler=[[1]], **{name: value})
-    with pytest.raises(OptionError, match="echo is 2, but only batches of equal size"):
+    with pytest.raises(OptionError, match="echo is 2, but batches of your own order are not repeated"):
         ChunkLoader(path, batch_sampler=[[1]], echo=2)
     loader = ChunkLoader(path, batch_sampler=Plain())
     with pytest.raises(TypeError, match="len"):
