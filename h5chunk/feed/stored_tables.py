@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.store.format.header import Header
-from h5chunk.store.format.statistics import FieldStatistics, merged, read_statistics
+from h5chunk.store.format.statistics import FieldStatistics, merged, read_statistics, statistics_path
 from h5chunk.store.hdf5.open import opened
 from h5chunk.store.hdf5.types import element_of
 from h5chunk.store.read.fields import Field
@@ -18,6 +20,7 @@ from h5chunk.store.read.files import reopen_with_fields
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.source import Source
 from h5chunk.store.read.tables import SOURCE_NAMES, decoded, read_table, values_of_samples
+from h5chunk.urls import PATTERN
 
 MAX_CATEGORIES = 1 << 16  # limit on the values of an enumeration that has categories
 
@@ -150,13 +153,22 @@ class StoredNames:
             found = dataset.statistics("images")
             loader = h5chunk.ChunkLoader(dataset, 256, transforms=[Normalize(found.mean, found.std)])
 
-        ``h5chunk info FILE --stats`` computes them once, for all subsets. Raises FieldError if they have not been
-        computed, or if the file has changed since then.
+        ``h5chunk info FILE --stats`` computes them once, for all subsets; ``--fields`` names fields that it would not
+        choose. Raises FieldError, with the command, if they have not been computed, or if the file has changed since
+        then. For samples of `Keyed` and for URLs they are not stored, and the error says how to compute them.
         """
-        found = [
-            _unpacked(read_statistics(path, dataset.strip("/")), path, dataset, self._decode)
-            for path, dataset in self._reader.datasets_of(field)
-        ]
+        found, datasets = [], self._reader.datasets_of(field)
+        command = _statistics_command(self._reader.path, datasets)
+        for path, dataset in datasets:
+            name = dataset.strip("/")
+            stored = read_statistics(path, command)
+            if name not in stored:
+                listed = ", ".join(map(repr, stored))
+                raise FieldError(
+                    f"{printable(statistics_path(path))} has no statistics of {name!r}, only those of {listed}: "
+                    f"run {command}"
+                )
+            found.append(_unpacked(stored[name], path, dataset, self._decode))
         return merged(found)
 
     def _of_samples(self, name: str, samples: np.ndarray) -> np.ndarray:
@@ -187,6 +199,15 @@ class StoredNames:
         return self._tables[name]
 
 
+def _statistics_command(source: Path, datasets: Sequence[tuple[Path, str]]) -> str:
+    """Return the command that stores the statistics of these datasets, of all files at once."""
+    files = [printable(path) for path in dict.fromkeys(path for path, _ in datasets)]
+    if len(files) > 1 and (source.is_dir() or re.search(PATTERN, str(source))):
+        files = [printable(source)]
+    names = [part for name in dict.fromkeys(name.strip("/") for _, name in datasets) for part in ("--fields", name)]
+    return shlex.join(["h5chunk", "info", "--stats", *map(printable, names), *files])
+
+
 def _unpacked(found: FieldStatistics, path: Path, dataset: str, decode: str) -> FieldStatistics:
     """Convert the statistics of stored values to those of unpacked values."""
     if not decode:
@@ -195,6 +216,8 @@ def _unpacked(found: FieldStatistics, path: Path, dataset: str, decode: str) -> 
     packing = None
     if "*" not in dataset:
         with opened(path) as file:
+            if dataset not in file:  # a column of a table, which is not packed
+                return found
             item = file[dataset]
             packing = element_of(item, where, (), decode).packing
             if packing is None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
-from support.commands import run
+from support.commands import check_error, run
 from support.foreign import make_file, values
+from support.object_server import object_server
 
 import h5chunk
 from h5chunk.transforms import Normalize
@@ -107,3 +112,74 @@ def test_a_report_recommends_no_normalisation_that_is_an_error(tmp_path: Path) -
     assert "a  all values are NaN or infinite" in report
     assert "b  mean=(7, 7), std=(0, 0): Normalize needs each std to be positive" in report
     assert "c  Normalize(mean=(8, 9)" in report
+
+
+@pytest.mark.parametrize("kind", ["column", "dense member", "volumes", "episodes", "shards"])
+def test_the_command_that_an_error_names_computes_the_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = RNG.normal(size=(12, 9, 8)), RNG.normal(size=(12, 10, 8))
+    table = np.zeros(30, [("pt", "f4"), ("n", "i4")])
+    table["pt"] = RNG.normal(size=30)
+    steps = [RNG.normal(size=(20 + number, 7)) for number in range(3)]
+    with h5py.File("a.h5", "w") as file:
+        file["events"], file["obsm/X_pca"] = table, RNG.normal(size=(30, 5))
+        file["a/raw"], file["b/raw"], file["a/label"], file["b/label"] = first, second, first > 0, second > 0
+        for number, part in enumerate(steps):
+            file[f"traj_{number}/obs/state"] = part
+        member = file["obsm/X_pca"][:]
+    (tmp_path / "parts").mkdir()
+    for number in range(2):
+        write(tmp_path / "parts" / f"part{number}.h5", steps[number])
+    both = np.concatenate([first.ravel(), second.ravel()])
+    opened: dict[str, tuple[Callable[[], h5chunk.ChunkDataset], str, np.ndarray]] = {
+        "column": (lambda: h5chunk.ChunkDataset("a.h5", fields=["events/pt"]), "events/pt", table["pt"]),
+        "dense member": (lambda: h5chunk.ChunkDataset("a.h5", fields=["obsm/X_pca"]), "obsm/X_pca", member),
+        "volumes": (lambda: h5chunk.Patches("a.h5", ["*/raw", "*/label"], (8, 8, 8)), "raw", both),
+        "episodes": (lambda: h5chunk.Windows("a.h5", {"x": "traj_*/obs/state"}, 4), "x", np.concatenate(steps)),
+        "shards": (lambda: h5chunk.ChunkDataset("parts"), "images", np.concatenate(steps[:2])),
+    }
+    open_data, field, content = opened[kind]
+    data = open_data()
+    with pytest.raises(h5chunk.FieldError, match="no stored statistics: run ") as error:
+        data.statistics(field)
+    command = shlex.split(str(error.value).partition(": run ")[2])
+    assert run(*command[1:]).exit_code == 0
+    found = data.statistics(field)
+    np.testing.assert_allclose(found.mean, content.reshape(len(content), -1).mean(0), rtol=1e-6)
+    run("info", "a.h5", "--stats", "--fields", "b/raw")  # keeps those of other fields
+    assert data.statistics(field) == found
+
+
+def test_samples_that_are_datasets_have_statistics_of_some_of_them(tmp_path: Path) -> None:
+    parts = [RNG.normal(size=(4 + number % 3, 5)) for number in range(30)]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number, part in enumerate(parts):
+            file[f"s/{number:02}"] = part
+    data = h5chunk.Keyed(tmp_path / "a.h5", "s/*")
+    with pytest.raises(h5chunk.FieldError, match="stores no statistics") as error:
+        data.statistics("s")
+    scope: dict[str, Any] = {"np": np, "data": data}
+    exec(str(error.value).partition("such as ")[2].partition(", and Normalize")[0], scope)
+    assert scope["values"].mean() == pytest.approx(np.concatenate(parts).mean())
+
+
+def test_statistics_of_a_url_are_printed(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    content = RNG.normal(size=(20, 3, 4, 4))
+    path = write(tmp_path / "a.h5", content)
+    with object_server({"/a.h5": path.read_bytes()}) as server:
+        with pytest.raises(h5chunk.FieldError, match="Normalize") as error:
+            h5chunk.ChunkDataset(f"{server.url}/a.h5").statistics("images")
+        command = shlex.split(re.search("h5chunk (info .*) prints", str(error.value))[1])
+        assert "Normalize(mean=(" in run(*command).stdout
+        found = h5chunk.info(f"{server.url}/a.h5", stats=True).statistics["images"]
+    np.testing.assert_allclose(found.mean, expected(content, 0)[0])
+
+
+def test_fields_of_statistics_are_numbers(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["names"], file["x"] = ["a", "b"], np.zeros((2, 3))
+    check_error(run("info", tmp_path / "a.h5", "--stats", "--fields", "names"), "'names' has strings")
+    check_error(run("info", tmp_path / "a.h5", "--fields", "x"), "pass stats")

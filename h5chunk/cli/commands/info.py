@@ -16,10 +16,11 @@ from h5chunk.cli.options import OUTPUT, RUNNING, option
     examples={
         "Describe a file": "h5chunk info photos.h5",
         "Compute the mean and standard deviation of each channel, for Normalize": "h5chunk info photos.h5 --stats",
+        "Compute them for all episodes of a field": "h5chunk info robot.h5 --stats --fields '*/obs/state'",
         "Describe this machine": "h5chunk info",
     }
 )
-@click.argument("file", type=click.Path(), required=False)
+@click.argument("files", metavar="[FILE]...", type=click.Path(), nargs=-1)
 @shared.trusted
 @option(
     "--stats",
@@ -28,13 +29,22 @@ from h5chunk.cli.options import OUTPUT, RUNNING, option
     help="Also compute the mean and standard deviation of each channel of the training fields, and store them beside "
     "FILE.",
 )
+@option(
+    "--fields",
+    multiple=True,
+    metavar="DATASET",
+    show_default="those that info names",
+    heading=RUNNING,
+    help="With --stats: compute the statistics of this dataset, such as obsm/X_pca, or '*/obs/state' for all episodes "
+    "(repeatable).",
+)
 @option("--all", "show_all", is_flag=True, heading=OUTPUT, help="List every dataset of FILE, with its chunks.")
 @shared.as_json
-def info(file: str | None, **options: Any) -> None:
+def info(files: tuple[str, ...], **options: Any) -> None:
     """Describe any HDF5 FILE, and whether its layout suits training.
 
-    FILE may also be a folder, or a quoted pattern such as 'shards/*.h5': the report then says whether its files form
-    one data set. Without FILE, describe this machine: the available cores, memory, threads and devices, and the
-    versions of packages.
+    FILE may also be a folder, a quoted pattern such as 'shards/*.h5', or several files: the report then says whether
+    they form one data set. Without FILE, describe this machine: the available cores, memory, threads and devices, and
+    the versions of packages.
     """
-    run(h5chunk.info, file)
+    run(h5chunk.info, list(files) if len(files) > 1 else next(iter(files), None))

@@ -16,6 +16,7 @@ from typing import Any
 
 from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.stamp import stamp_of
+from h5chunk.urls import url_of
 
 VERSION = 1
 SUFFIX = ".h5chunk-stats.json"
@@ -82,13 +83,18 @@ def statistics_text(path: str | os.PathLike[str], fields: Mapping[str, FieldStat
     return json.dumps({"version": VERSION, "stamp": stamp_of(path)[2:], "fields": content}) + "\n"
 
 
-def read_statistics(path: str | os.PathLike[str], dataset: str) -> FieldStatistics:
-    """Read the stored statistics of a dataset.
+def read_statistics(path: str | os.PathLike[str], command: str) -> dict[str, FieldStatistics]:
+    """Read the stored statistics of a file by the paths of its datasets. ``command`` computes them, for messages.
 
     Raises FieldError if there are none, or if they belong to an earlier version of the file. Raises FileError if they
     are damaged.
     """
-    stored, command = statistics_path(path), f"h5chunk info --stats {printable(path)}"
+    stored = statistics_path(path)
+    if url_of(Path(path)):
+        raise FieldError(
+            f"{printable(path)} has no stored statistics, which are kept beside local files only: {command} prints "
+            "them, as arguments of Normalize"
+        )
     try:
         with stored.open("rb") as file:
             text = file.read(MAX_BYTES)
@@ -102,12 +108,7 @@ def read_statistics(path: str | os.PathLike[str], dataset: str) -> FieldStatisti
         raise FileError(f"{printable(stored)} is damaged ({error}): run {command} to replace it") from None
     if not is_current:
         raise FieldError(f"{printable(stored)} belongs to an earlier version of the file: run {command} to replace it")
-    if dataset not in fields:
-        names = ", ".join(map(repr, fields))
-        raise FieldError(
-            f"{printable(stored)} has no statistics of {dataset!r}, because {command} computes only those of {names}"
-        )
-    return fields[dataset]
+    return fields
 
 
 def _parsed(values: Mapping[str, Any]) -> FieldStatistics:

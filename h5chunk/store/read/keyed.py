@@ -121,9 +121,15 @@ class KeyedReader(Source):
         return self._files[number if self.are_samples else 0]
 
     def datasets_of(self, field: str) -> list[tuple[Path, str]]:
-        if self.are_samples:
-            return [(file, self.patterns.get(field, field)) for file in self._files]
-        return super().datasets_of(field)
+        if (described := self.fields.get(field)) is None:
+            return super().datasets_of(field)
+        scaled = " / 255" if described.dtype == np.uint8 else ""
+        at = [*self.fields].index(field)
+        raise FieldError(
+            f"field {field!r} has samples that are datasets, of which h5chunk info --stats stores no statistics: "
+            f"compute them from some samples, such as values = np.concatenate([np.ravel(data[i][{at}]) for i in "
+            f"range(0, len(data), 1 + len(data) // 1000)]){scaled}, and Normalize(values.mean(), values.std())"
+        )
 
     def check_unchanged(self, descriptor: int | None = None) -> None:
         """Raise FileError if the file was changed. Files that are samples are checked whenever they are read."""

@@ -199,7 +199,8 @@ class Source:
                 f"field {field!r} has samples along the axis {stored.sample_axis}, for which h5chunk info --stats "
                 "computes no statistics: compute their mean and standard deviation with NumPy"
             )
-        return [(self.path, field if stored is None else stored.dataset)]
+        member = stored.member if isinstance(stored, Field) else ()
+        return [(self.path, field if stored is None else "/".join((stored.dataset, *member)))]
 
     def check_rows(self, name: str) -> None:
         """Raise FieldError unless other datasets than those of the fields have one row per sample."""

@@ -42,12 +42,14 @@ HELD_BYTES = 384 << 20  # limit on the size of the patches in cells that are shu
 class VolumeField:
     """A field of patches. Each volume has one dataset, with ``leading`` axes before its spatial axes.
 
-    ``stored`` has, for each volume, the number of its file and a description of its dataset. Datasets may differ in how
-    they are stored. ``size`` is the shape of a patch without its border, and ``halo`` the width of the border along
-    each spatial axis. ``padding`` is how patches are filled outside of the volume: edge, reflect, or a number.
+    ``pattern`` is the path of these datasets, which may have a ``*``. ``stored`` has, for each volume, the number
+    of its file and a description of its dataset. Datasets may differ in how they are stored. ``size`` is the shape
+    of a patch without its border, and ``halo`` the width of the border along each spatial axis. ``padding`` is how
+    patches are filled outside of the volume: edge, reflect, or a number.
     """
 
     name: str
+    pattern: str
     stored: list[tuple[int, Field]]
     leading: int
     size: tuple[int, ...]
@@ -196,12 +198,13 @@ class PatchReader(Source):
     def datasets_of(self, field: str) -> list[tuple[Path, str]]:
         if (each := self.volumes.fields.get(field)) is None:
             return super().datasets_of(field)
-        if len(each.box_shape()) > len(each.size):
+        if len(each.box_shape()) > len(each.size) or len(each.size) not in (1, 3):  # as info would find channels
+            what = "has channels" if len(each.box_shape()) > len(each.size) else f"is {len(each.size)}-dimensional"
             raise FieldError(
-                f"field {field!r} has channels, for which h5chunk info --stats computes no statistics in volumes: "
+                f"field {field!r} {what}, for which h5chunk info --stats computes no statistics in volumes: "
                 "compute their mean and standard deviation with NumPy"
             )
-        return [(self.volumes.readers[file].path, stored.dataset) for file, stored in each.stored]
+        return [(self.volumes.readers[file].path, each.pattern) for file in sorted({file for file, _ in each.stored})]
 
     def _describe(self, each: VolumeField) -> Field:
         grid = ChunkGrid((self.plan.num_samples, *each.box_shape()), None, each.dtype.itemsize, False)
@@ -315,7 +318,7 @@ def open_volumes(
             for dataset in datasets:
                 described = _numbers(reader, dataset, size)
                 leading = _leading(name, channels[name], len(size), described.num_axes)
-                each = found.setdefault(name, VolumeField(name, [], leading, size, (0,) * len(size)))
+                each = found.setdefault(name, VolumeField(name, fields[name], [], leading, size, (0,) * len(size)))
                 each.stored.append((number, described))
                 _check_last(each, reader.path)
         names += [f"{shown(reader.path)}: {text}" if text else shown(reader.path) for text in texts]

@@ -15,7 +15,16 @@ import h5py
 import numpy as np
 
 from h5chunk import native
-from h5chunk.errors import FieldError, FileError, H5ChunkError, UnsupportedError, names_text, printable, shown
+from h5chunk.errors import (
+    FieldError,
+    FileError,
+    H5ChunkError,
+    OptionError,
+    UnsupportedError,
+    names_text,
+    printable,
+    shown,
+)
 from h5chunk.machine import available_cores
 from h5chunk.paths import takes_paths
 from h5chunk.plan.cache import CacheSettings, ChunkGrid
@@ -90,6 +99,7 @@ def info(
     trusted: bool = False,
     show_all: bool = False,
     stats: bool = False,
+    fields: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> FileInfo | FolderInfo | MachineInfo:
     """Describe all datasets of a file without reading their data, or describe the machine.
@@ -108,7 +118,10 @@ def info(
         datasets whose names differ only in their numbers.
     stats : bool
         Whether to read the fields to train on, compute mean and standard deviation of each of their channels, and store
-        them beside the file, where `ChunkDataset.statistics` finds them.
+        them beside the file, where `ChunkDataset.statistics` finds them. For a URL they are not stored.
+    fields : sequence of str
+        Datasets whose statistics are computed instead, such as ``obsm/X_pca``, a column ``events/pt``, or
+        ``*/obs/state`` for all episodes or volumes.
     progress : function, optional
         Called with (stage, done, total) while statistics are computed.
 
@@ -121,17 +134,19 @@ def info(
     FileError
         A file is missing, truncated or not HDF5, or the folder contains no HDF5 files.
     """
+    if fields and not stats:
+        raise OptionError("fields chooses what stats (--stats) describes: pass stats, too, or leave out fields")
     if path is None:
         return MachineInfo(available_cores(), available_bytes(), native.available(), cuda_device(), library_versions())
     if (only := single_file(path)) is not None:
         found = replace(_info_file(only, trusted), show_all=show_all)
-        return _with_statistics(found, trusted, stats, progress)
+        return _with_statistics(found, only, trusted, stats, fields, progress)
     files, broken = [], {}
     num_bytes = 0
     for file in list_files(path):
         num_bytes += file.stat().st_size if file.is_file() else 0
         try:
-            files.append(_with_statistics(_info_file(file, trusted), trusted, stats, progress))
+            files.append(_with_statistics(_info_file(file, trusted), file, trusted, stats, fields, progress))
         except FileError as error:
             broken[str(file)] = str(error).removeprefix(f"{printable(file)}: ")
     name = str(path) if isinstance(path, (str, Path)) else f"{len(files) + len(broken)} files"
@@ -154,37 +169,44 @@ def _describe_episodes(argument: str, files: Sequence[FileInfo], trusted: bool) 
     return {"layout": found[0].name, "code": found[0].code, "notes": list(found[0].notes)}
 
 
-def _with_statistics(file: FileInfo, trusted: bool, stats: bool, progress: Progress | None) -> FileInfo:
-    """If ``stats``, compute the statistics of the fields to train on, and store them beside the file."""
+def _with_statistics(
+    file: FileInfo, path: Path, trusted: bool, stats: bool, fields: Sequence[str], progress: Progress | None
+) -> FileInfo:
+    """If ``stats``, compute the statistics of ``fields``, or else of the fields to train on, and store them."""
     if not stats:
         return file
     from h5chunk.tools.measure.statistics import has_statistics, store_statistics  # imports torch
 
-    stored = {name: _first_like(file.datasets, name) for name in file.fields}
+    names = [name.strip("/") for name in fields] or [*file.fields]
+    alike = {name: _like(file.datasets, name) for name in names}
+    stored = {name: next(iter(items), None) for name, items in alike.items()}
+    volumes = {
+        name: [item.name for item in items]
+        for name, items in alike.items()
+        if len({item.shape[1:] for item in items}) > 1
+    }
     images = {name for name, item in stored.items() if item and item.has_images}
-    names = [
-        name for name, item in stored.items() if item and (name in images or has_statistics(item.dtype, item.shape[1:]))
-    ]
+    if not fields:
+        names = [
+            name
+            for name, item in stored.items()
+            if item and (name in images or has_statistics(item.dtype, item.shape[1:]))
+        ]
     if not names:
         raise FieldError(
-            f"{printable(file.path)}: has no dense field of floats or arrays, and other fields have no statistics: "
-            "leave out --stats"
+            f"{printable(file.path)}: has no dense field of floats or arrays that info would train on: name the "
+            "datasets, such as --fields obsm/X_pca, or leave out --stats"
         )
-    missing = {
-        name: item.packing.stored_missing if item.packing else ()
-        for name, item in stored.items()
-        if item and name in names
-    }
-    found = store_statistics(Path(file.path), missing, images, trusted=trusted, progress=progress)
+    packings = {name: item.packing for name, item in stored.items() if item}
+    missing = {name: packing.stored_missing if (packing := packings.get(name)) else () for name in names}
+    found = store_statistics(path, missing, images, volumes, trusted=trusted, progress=progress)
     return replace(file, statistics=found)
 
 
-def _first_like(datasets: Sequence[DatasetInfo], name: str) -> DatasetInfo | None:
-    """Return the first trainable dataset whose name matches ``name``, where * matches the name of any group."""
-    pattern = re.compile(re.escape(name).replace(r"\*", "[^/]+"))
-    return next(
-        (item for item in datasets if (item.can_train or item.has_images) and pattern.fullmatch(item.name)), None
-    )
+def _like(datasets: Sequence[DatasetInfo], name: str) -> list[DatasetInfo]:
+    """Return the trainable datasets whose names match ``name``, where * matches the name of any group."""
+    pattern = re.compile(re.escape(name).replace(r"\*", "[^/]*"))
+    return [item for item in datasets if (item.can_train or item.has_images) and pattern.fullmatch(item.name)]
 
 
 def _describe_set(path: Paths, argument: str, files: Sequence[FileInfo], trusted: bool) -> dict[str, Any]:
@@ -266,8 +288,7 @@ def _lost_notes(file: h5py.File, header: Header | None, path: Path) -> list[str]
 def _describe_parts(files: Sequence[FileInfo], trusted: bool) -> dict[str, Any]:
     """Describe files that each have other fields of the same samples; empty if they are anything else."""
     owners = {name: file for file in files for name in file.fields}
-    mains = {name: _first_like(file.datasets, name) for name, file in owners.items()}
-    items = [item for item in mains.values() if item]
+    items = [item for name, file in owners.items() for item in _like(file.datasets, name)[:1]]
     is_split = 1 < len(files) == len({file.fields[0] for file in files if file.fields})
     if not is_split or len(items) < len(owners) or len({item.shape[0] for item in items}) != 1:
         return {}

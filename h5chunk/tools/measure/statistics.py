@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from h5chunk.errors import FieldError, FileError, printable
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.windows import Windows
-from h5chunk.store.format.statistics import FieldStatistics, merged, statistics_path, statistics_text
+from h5chunk.store.format.statistics import FieldStatistics, merged, read_statistics, statistics_path, statistics_text
 from h5chunk.store.read.fields import Field
 from h5chunk.store.write.new_file import write_text
 from h5chunk.tools.progress import Progress, count_up
 from h5chunk.transforms.images import channel_axis
+from h5chunk.urls import url_of
 
 BATCH_BYTES = 8 << 20
 MAX_MERGED = 64  # number of batch statistics that are merged at a time
@@ -25,26 +28,44 @@ def store_statistics(
     path: Path,
     fields: Mapping[str, Sequence[float]],
     images: Collection[str],
+    volumes: Mapping[str, Sequence[str]],
     *,
     trusted: bool,
     progress: Progress | None = None,
 ) -> dict[str, FieldStatistics]:
     """Compute the statistics of these fields of a file, store them beside it, and return them.
 
+    Stored statistics of its other fields are kept. Nothing is stored beside the local copy of a remote object.
+
     ``fields`` has the stored values of each field that mean that there is no value; the statistics leave them out.
 
     A * in the path of a field stands for all episodes, as in `h5chunk.Windows`. Fields in ``images`` are JPEG or PNG
-    images, whose pixels the statistics describe.
+    images, whose pixels the statistics describe. ``volumes`` has the datasets of those fields whose frames differ in
+    size, which Windows does not read.
     """
-    datasets = {
-        name: Windows(path, {name: name}, 1, trusted=trusted)
-        if "*" in name or name in images
-        else ChunkDataset(path, fields={name: name}, trusted=trusted)
-        for name in fields
-    }
-    add = count_up("statistics", sum(map(len, datasets.values())), progress)
-    found = {name: _statistics(dataset, name, fields[name], add) for name, dataset in datasets.items()}
-    write_text(statistics_path(path), statistics_text(path, found))
+    datasets: dict[str, list[ChunkDataset]] = {}
+    for name in fields:
+        if ("*" in name and name not in volumes) or name in images:
+            datasets[name] = [Windows(path, {name: name}, 1, trusted=trusted)]
+        else:
+            stored = volumes.get(name, [name])
+            datasets[name] = [ChunkDataset(path, fields={name: each}, trusted=trusted) for each in stored]
+    add = count_up("statistics", sum(len(each) for parts in datasets.values() for each in parts), progress)
+    found = {}
+    for name, parts in datasets.items():
+        of_parts = [_statistics(each, name, fields[name], add) for each in parts]
+        counts = sorted({len(each.mean) for each in of_parts})
+        if len(counts) > 1:
+            raise FieldError(
+                f"{printable(path)}: the datasets {name!r} differ in their number of channels ({counts[0]} and "
+                f"{counts[-1]}): name datasets that are alike"
+            )
+        found[name] = merged(of_parts)
+    if not url_of(path):
+        earlier: dict[str, FieldStatistics] = {}
+        with suppress(FileError):  # there are none, or they are those of an earlier version of the file, or damaged
+            earlier = read_statistics(path, "")
+        write_text(statistics_path(path), statistics_text(path, {**earlier, **found}))
     return found
 
 
@@ -57,7 +78,10 @@ def _statistics(
     dataset: ChunkDataset, name: str, missing: Sequence[float], add: Callable[[int], None]
 ) -> FieldStatistics:
     field = dataset.field(name)
-    assert isinstance(field, Field)
+    if not isinstance(field, Field) or field.is_text or field.dtype.kind not in "biuf":
+        kind = "strings" if isinstance(field, Field) and field.is_text else f"elements of {field.dtype}"
+        kind = kind if isinstance(field, Field) else "samples that differ in size"
+        raise FieldError(f"{printable(dataset.path)}: {name!r} has {kind}, which have no statistics: leave it out")
     is_window = isinstance(dataset, Windows)
     shape = field.sample_shape[is_window:]  # of a frame
     axis = _channel_axis(shape, "" if is_window else field.axes)
