@@ -17,12 +17,12 @@ PACKAGE = Path(h5chunk.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py"))
 
 STORE = {"store.hdf5", "store.format", "store.read", "store.write", "store.rewrite"}
-GROUND = {"errors", "extras", "paths", "machine", "stamp", "urls", "remote"}
+GROUND = {"attributes", "errors", "extras", "paths", "machine", "stamp", "urls", "remote"}
 MAY_IMPORT = {
     **{room: set() for room in GROUND},
     "extras": {"errors"},
     "paths": {"errors"},
-    "remote": {"errors", "extras", "paths", "stamp", "urls"},
+    "remote": {"attributes", "errors", "extras", "paths", "stamp", "urls"},
     "native": set(),
     "sample_source": {"errors"},
     "plan": {"errors"},

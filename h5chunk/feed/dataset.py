@@ -8,7 +8,6 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property
 from textwrap import shorten
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from h5chunk.attributes import cached_property
 from h5chunk.errors import FieldError, OptionError, check_flag, count_text, names_text, printable, shown
 from h5chunk.feed.collate import (
     Batch,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from h5chunk.attributes import cached_property
 from h5chunk.errors import FieldError, OptionError, count_text, names_text
 from h5chunk.plan.condition import Column, Condition
 

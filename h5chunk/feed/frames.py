@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from h5chunk.attributes import cached_property
 from h5chunk.feed.layout import ArrayShape
 from h5chunk.store.read.windows import WindowReader
 from h5chunk.transforms.csr import Allocate, SampleNumbers

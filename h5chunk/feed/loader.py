@@ -8,13 +8,14 @@ import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
 
 import torch
 from torch.utils.data import SequentialSampler, get_worker_info
 
+from h5chunk.attributes import cached_property
 from h5chunk.errors import H5ChunkError, OptionError, check_flag, printable
 from h5chunk.feed.batches import BatchMaker, EpochReport, FieldPipeline
 from h5chunk.feed.budget import MemoryBudget, check_arguments, find_data, find_device, make_source

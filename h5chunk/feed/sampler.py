@@ -5,13 +5,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from h5chunk.attributes import cached_property
 from h5chunk.errors import OptionError, count_text
 from h5chunk.feed.collate import TaggedBatch, check_numbering
 from h5chunk.feed.dataset import ChunkDataset

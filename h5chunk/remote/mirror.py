@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk import errors
+from h5chunk.attributes import cached_property
 from h5chunk.errors import FileError, H5ChunkError, OptionError, check_whole
 from h5chunk.paths import expanded
 from h5chunk.remote import client

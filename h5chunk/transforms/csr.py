@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from h5chunk import native
+from h5chunk.attributes import cached_property
 from h5chunk.machine import warnings_filtered
 from h5chunk.transforms.arithmetic import CsrArithmetic, DenseArithmetic, HostArithmetic, RowArithmetic
 

@@ -28,13 +28,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
-from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from h5chunk.attributes import cached_property
 from h5chunk.errors import FieldError, FileError, names_text, printable
 from h5chunk.remote.mirror import NO_OPTIONS
 from h5chunk.stamp import stamp_of

@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from h5chunk.attributes import cached_property
 from h5chunk.errors import printable
 from h5chunk.store.hdf5.chunk_table import ChunkTable
 from h5chunk.store.read.checksums import ChunkChecks

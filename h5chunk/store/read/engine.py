@@ -15,7 +15,7 @@ import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from operator import add
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk import native
+from h5chunk.attributes import cached_property
 from h5chunk.errors import FileError
 from h5chunk.native import (
     BLOCK,

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
+from h5chunk.attributes import cached_property
 from h5chunk.errors import FieldError, OptionError, count_text, printable
 from h5chunk.paths import check_path
 from h5chunk.plan.episodes import ends_of_flags

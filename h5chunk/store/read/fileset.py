@@ -10,12 +10,13 @@ import resource
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from h5chunk.attributes import cached_property
 from h5chunk.errors import FieldError, FileError, OptionError, names_text, printable, shown
 from h5chunk.plan.layout import choose_window_chunks, good_chunk_samples
 from h5chunk.store.format.header import Header

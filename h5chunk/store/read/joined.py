@@ -7,12 +7,12 @@ import zlib
 from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from h5chunk.attributes import cached_property
 from h5chunk.errors import FieldError, count_text, printable
 from h5chunk.store.read.fields import SAMPLE_NUMBER, Field
 from h5chunk.store.read.fileset import set_name

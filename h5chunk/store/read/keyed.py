@@ -6,13 +6,14 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
+from h5chunk.attributes import cached_property
 from h5chunk.errors import FieldError, FileError, printable, shown_as
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.layout import good_chunk_samples

@@ -11,13 +11,13 @@ import zlib
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
+from h5chunk.attributes import cached_property
 from h5chunk.errors import FieldError, OptionError, UnsupportedError, printable
 from h5chunk.stamp import stamp_of
 from h5chunk.store.format.header import checksums_of, lost_fields, read_header

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from h5chunk.attributes import cached_property
 from h5chunk.errors import FieldError, FileError, names_text, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.csr import bounded_window, fullest_chunks

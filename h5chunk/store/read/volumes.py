@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from h5chunk.attributes import cached_property
 from h5chunk.errors import FieldError, OptionError, names_text, printable, shown
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.patches import RandomPatches, Tiles

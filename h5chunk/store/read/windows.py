@@ -10,13 +10,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from h5chunk.attributes import cached_property
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.layout import good_chunk_samples
