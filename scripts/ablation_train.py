@@ -93,7 +93,7 @@ def make_loader(settings: Settings, dataset: h5chunk.ChunkDataset) -> h5chunk.Ch
     s = settings
     how = {"echo": s.echo, "resident": RESIDENT[s.resident], "seed": s.seed, "drop_last": True}
     augment = [] if s.augment is None else [RandomResizedCrop(s.augment), RandomHorizontalFlip()]
-    transforms = [*augment, Normalize(MEAN, STD), ToDtype(AMP[s.amp], s.channels_last)]
+    transforms = [*augment, Normalize(MEAN, STD), ToDtype(AMP[s.amp], channels_last=s.channels_last)]
     return h5chunk.ChunkLoader(dataset, s.batch_size, device=s.device, transforms=transforms, **how)
 
 

@@ -108,7 +108,7 @@ def kornia(args: argparse.Namespace) -> Epoch:
     from kornia.augmentation import AugmentationSequential, RandomHorizontalFlip, RandomResizedCrop
 
     augment = AugmentationSequential(RandomResizedCrop((args.size, args.size)), RandomHorizontalFlip())
-    to_float = transforms.ToDtype(torch.float32)
+    to_float = transforms.ToDtype(torch.float32, scale=True)
     loader = h5chunk.ChunkLoader(packed(args), BATCH, transforms=[to_float, augment], resident=False)
     return lambda: counted(loader)
 

@@ -49,7 +49,7 @@ Epoch = Callable[[], Iterable[Any]]
 
 def lists(size: int, channels_last: bool) -> dict[str, list[Any]]:
     """Return the lists of transforms to compare."""
-    convert = [NORMALIZE, ToDtype(torch.bfloat16, channels_last)]
+    convert = [NORMALIZE, ToDtype(torch.bfloat16, channels_last=channels_last)]
     resize, flip = RandomResizedCrop(size), RandomHorizontalFlip()
     return {"normalise": convert, "resize": [resize, flip, *convert], "crop": [RandomCrop(size), flip, *convert]}
 

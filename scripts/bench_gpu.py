@@ -114,7 +114,7 @@ def make_loader(
         path,
         args.batch_size,
         device=f"cuda:{device}",
-        transforms=[Normalize(MEAN, STD), ToDtype(dtype, channels_last)],
+        transforms=[Normalize(MEAN, STD), ToDtype(dtype, channels_last=channels_last)],
         num_threads=args.threads,
         resident=False,
         **options,

@@ -71,7 +71,7 @@ def make_loader(args: argparse.Namespace, *, train: bool) -> h5chunk.ChunkLoader
     """Return augmented, shuffled batches of the training images, or the test images as they are."""
     dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
     normalize = [Normalize(MEAN, STD), ToDtype(dtype, channels_last=True)]
-    augment = [AlternatingFlip(), RandomCrop(32, padding=4, mode="reflect"), Cutout(8)] if train else []
+    augment = [AlternatingFlip(), RandomCrop(32, padding=4, padding_mode="reflect"), Cutout(8)] if train else []
     options = {"shuffle": train, "drop_last": train, "seed": args.seed, "device": args.device, "resident": True}
     path = convert(args, train=train)
     return h5chunk.ChunkLoader(path, args.batch_size, transforms=[*augment, *normalize], **options)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from h5chunk.errors import MAX_SIDE, OptionError, check_whole
+from h5chunk.errors import MAX_SIDE, OptionError, check_flag, check_whole
 from h5chunk.plan.draws import Draws
 from h5chunk.transforms.geometry import ATTEMPTS, Geometry, Size, random_boxes, random_offsets
 
-INTERPOLATIONS = ("antialias", "bilinear", "nearest")
+INTERPOLATIONS = ("bilinear", "nearest-exact")
 MODES = ("constant", "reflect", "edge")
 Range = tuple[float, float]
 
@@ -44,12 +44,33 @@ class Geometric:
         return augment_batch(self, batch)
 
 
+class Resizing(Geometric):
+    """Base class of the transforms that resize images, by ``interpolation`` and ``antialias``."""
+
+    interpolation: str
+    antialias: bool
+    resizes = True
+
+    def check_interpolation(self) -> None:
+        """Raise OptionError for an invalid interpolation. An ``InterpolationMode`` of torchvision becomes its name."""
+        object.__setattr__(self, "interpolation", getattr(self.interpolation, "value", self.interpolation))
+        _check_choice(self, "interpolation", INTERPOLATIONS)
+        check_flag(f"{type(self).__name__}: antialias", self.antialias)
+
+    @property
+    def resampling(self) -> str:
+        """How pixels are computed: "antialias", "bilinear" or "nearest"."""
+        if self.interpolation != "bilinear":
+            return "nearest"
+        return "antialias" if self.antialias else "bilinear"
+
+
 @dataclass(frozen=True)
-class RandomResizedCrop(Geometric):
+class RandomResizedCrop(Resizing):
     """Crop a random part of each image, and resize it, like torchvision's transform of this name.
 
-    Pixels differ by at most 1 of 255 from those of Pillow's ``BILINEAR``, and of torchvision with ``antialias=True`` on
-    uint8.
+    Pixels differ by at most 1 of 255 from those of torchvision on uint8, and with ``antialias`` from those of Pillow's
+    ``BILINEAR``.
 
     Parameters
     ----------
@@ -59,24 +80,26 @@ class RandomResizedCrop(Geometric):
         Range of the crop's area, as a fraction of the image's area.
     ratio : (float, float)
         Range of the crop's aspect ratio, width / height, drawn on a logarithmic scale.
-    interpolation : {"antialias", "bilinear", "nearest"}
-        ``"bilinear"`` interpolates between the four nearest pixels, however much the image shrinks, which is faster;
-        its results equal those of Pillow and torchvision only where the image grows. ``"nearest"`` is torch's
-        ``nearest-exact``, and Pillow's ``NEAREST``. Masks, whose axes are NHW in a converted file, are always resized
-        by ``"nearest"``.
+    interpolation : {"bilinear", "nearest-exact"}
+        Also as an ``InterpolationMode`` of torchvision. ``"nearest-exact"`` is Pillow's ``NEAREST``. Masks, whose axes
+        are NHW in a converted file, are always resized by ``"nearest-exact"``.
+    antialias : bool
+        Whether ``"bilinear"`` averages all pixels of an image that shrinks. False: it interpolates between the four
+        nearest pixels, which is faster.
     """
 
     size: int | Size
     scale: Range = (0.08, 1.0)
     ratio: Range = (3 / 4, 4 / 3)
-    interpolation: str = "antialias"
-    is_random = resizes = True
+    interpolation: str = "bilinear"
+    antialias: bool = True
+    is_random = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", _size(self, self.size))
         _check_range(self, "scale", self.scale, 1.0)
         _check_range(self, "ratio", self.ratio)
-        _check_choice(self, "interpolation", INTERPOLATIONS)
+        self.check_interpolation()
 
     def change(self, geometry: Geometry, draws: Draws, stream: int) -> None:
         numbers = draws.uniform(stream, 2, 2 * ATTEMPTS)
@@ -100,22 +123,25 @@ class RandomResizedCrop(Geometric):
 class RandomCrop(Geometric):
     """Crop each image at a random position, after padding it, like torchvision's transform of this name.
 
+    An image that is too small raises OptionError: there is no ``pad_if_needed``.
+
     Parameters
     ----------
     size : int or (int, int)
         Height and width of the result.
     padding : int, or sequence of int
         Pixels on all sides; or (left and right, top and bottom); or (left, top, right, bottom).
-    mode : {"constant", "reflect", "edge"}
-        Content of the padding: ``fill``; the image, mirrored at its edge; or the pixels of the edge.
     fill : int, or sequence of int
         Value of the padding, from 0 to 255: one value, or one per channel.
+    padding_mode : {"constant", "reflect", "edge"}
+        Content of the padding: ``fill``; the image, mirrored at its edge; or the pixels of the edge.
     """
 
     size: int | Size
     padding: int | Sequence[int] = 0
-    mode: str = "constant"
+    _: KW_ONLY
     fill: int | Sequence[int] = 0
+    padding_mode: str = "constant"
     is_random = crops = True
 
     def __post_init__(self) -> None:
@@ -125,7 +151,7 @@ class RandomCrop(Geometric):
             raise OptionError(f"RandomCrop: padding is {self.padding!r}: pass a number, or 2 or 4 of them")
         sides = [check_whole("RandomCrop: padding", side, 0, MAX_SIDE) for side in padding]
         object.__setattr__(self, "padding", tuple(sides * (4 // len(sides))))
-        _check_choice(self, "mode", MODES)
+        _check_choice(self, "padding_mode", MODES)
         fill = (self.fill,) if isinstance(self.fill, (int, np.integer)) else tuple(self.fill)
         fill = tuple(check_whole("RandomCrop: fill", value, 0, 255) for value in fill)
         object.__setattr__(self, "fill", fill)
@@ -137,7 +163,7 @@ class RandomCrop(Geometric):
     def change(self, geometry: Geometry, draws: Draws, stream: int) -> None:
         left, top, right, bottom = self.padding  # type: ignore[misc]
         height, width = self.size  # type: ignore[misc]
-        if self.mode == "reflect":
+        if self.padding_mode == "reflect":
             _check_reflection(self, geometry)
         rooms = geometry.height + top + bottom - height, geometry.width + left + right - width
         _check_room(self, geometry, rooms)
@@ -151,7 +177,7 @@ class RandomCrop(Geometric):
 
 @dataclass(frozen=True)
 class CenterCrop(Geometric):
-    """Crop the middle of each image.
+    """Crop the middle of each image, like torchvision's transform of this name, which also pads smaller images.
 
     Parameters
     ----------
@@ -177,27 +203,29 @@ class CenterCrop(Geometric):
 
 
 @dataclass(frozen=True)
-class Resize(Geometric):
-    """Resize each image, like torchvision's transform of this name.
+class Resize(Resizing):
+    """Resize each image, like torchvision's transform of this name, without its ``max_size``.
 
     Parameters
     ----------
     size : int or (int, int)
         Height and width; or one number for the shorter side, which keeps the proportions.
-    interpolation : {"antialias", "bilinear", "nearest"}
+    interpolation : {"bilinear", "nearest-exact"}
+    antialias : bool
         As for `RandomResizedCrop`.
     """
 
     size: int | Size
-    interpolation: str = "antialias"
-    resizes = True
+    interpolation: str = "bilinear"
+    _: KW_ONLY
+    antialias: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.size, (int, np.integer)):
             object.__setattr__(self, "size", check_whole("Resize: size", self.size, 1, MAX_SIDE))
         else:
             object.__setattr__(self, "size", _size(self, self.size))
-        _check_choice(self, "interpolation", INTERPOLATIONS)
+        self.check_interpolation()
 
     def change(self, geometry: Geometry, draws: Draws, stream: int) -> None:
         if not isinstance(self.size, int):
@@ -306,7 +334,7 @@ class RandomErasing(Erasing):
     scale : (float, float)
         Range of the box's area, as a fraction of the image's area.
     ratio : (float, float)
-        Range of the box's aspect ratio, width / height, drawn on a logarithmic scale.
+        Range of the box's aspect ratio, height / width, drawn on a logarithmic scale.
     value : float, or sequence of float
         As for `Cutout`. (Random values per pixel are not supported.)
     """
@@ -322,10 +350,16 @@ class RandomErasing(Erasing):
         _check_range(self, "ratio", self.ratio)
         object.__setattr__(self, "value", _values(self, self.value))
 
+    @property
+    def wide_ratio(self) -> Range:
+        """The range of width / height, as of `RandomResizedCrop`; ``ratio`` is that of torchvision, the inverse."""
+        low, high = self.ratio
+        return 1 / high, 1 / low
+
     def boxes(self, height: int, width: int, draws: Draws, stream: int) -> tuple[Any, Any, Any, Any]:
         numbers = draws.uniform(stream, 3, 2 * ATTEMPTS)
         tall, wide = (np.full(len(draws.samples), side) for side in (height, width))
-        heights, widths, found = random_boxes(draws, stream, tall, wide, self.scale, self.ratio)
+        heights, widths, found = random_boxes(draws, stream, tall, wide, self.scale, self.wide_ratio)
         erases = found & (numbers[2] < self.p)
         heights, widths = heights * erases, widths * erases
         return random_offsets(numbers[0], height - heights), random_offsets(numbers[1], width - widths), heights, widths

@@ -33,11 +33,12 @@ import torch
 from h5chunk.errors import OptionError
 from h5chunk.native.augment import ERASED, ImageRule
 from h5chunk.plan.permutation import Indices
-from h5chunk.transforms.augment import ERASERS, GEOMETRIC, INTERPOLATIONS, MODES, RandomCrop
+from h5chunk.transforms.augment import ERASERS, GEOMETRIC, MODES, RandomCrop
 from h5chunk.transforms.geometry import Size
-from h5chunk.transforms.images import Normalize, ToDtype, result_dtype, scale_and_shift
+from h5chunk.transforms.images import Normalize, ToDtype, result_dtype, scale_and_shift, unit_of
 
 AUGMENTING = (*GEOMETRIC, *ERASERS)
+RESAMPLINGS = ("antialias", "bilinear", "nearest")  # as numbered by augment.c
 WEIGHT_BITS = 22
 LOOKED_UP, SAME, FLOAT32, BFLOAT16 = range(4)  # conversions of augment.c
 
@@ -112,7 +113,7 @@ def native_rule(rule: Rule) -> ImageRule:
             torch.zeros(1) if constant is None else constant.repeat_interleave(width) for constant in constants
         )
     kept = rule.fill.contiguous(), rule.values, rule.erased, scale, shift
-    numbers = rule.channels, height, width, INTERPOLATIONS.index(rule.interpolation), MODES.index(rule.mode)
+    numbers = rule.channels, height, width, RESAMPLINGS.index(rule.interpolation), MODES.index(rule.mode)
     sizes = rule.interleaved, rule.out_interleaved, rule.dtype.itemsize, conversion, len(rule.erased)
     made = ImageRule(*numbers, *sizes, *(constant.data_ptr() for constant in kept))
     made.kept = kept
@@ -156,9 +157,7 @@ def make_rule(transforms: Sequence[Any], sample_shape: tuple[int, ...], axis: in
     to_dtype = next((transform for transform in transforms if isinstance(transform, ToDtype)), None)
     converting = [transform for transform in transforms if not isinstance(transform, AUGMENTING)]
     dtype = result_dtype(converting, normalize, to_dtype, torch.uint8)
-    resizing = next(
-        (transform.interpolation for transform in transforms if getattr(transform, "resizes", False)), "nearest"
-    )
+    resizing = next((each.resampling for each in transforms if getattr(each, "resizes", False)), "nearest")
     crop = next(
         (transform for transform in transforms if isinstance(transform, RandomCrop) and transform.pads), RandomCrop(1)
     )
@@ -168,14 +167,15 @@ def make_rule(transforms: Sequence[Any], sample_shape: tuple[int, ...], axis: in
     scale = shift = None
     values = torch.arange(256).expand(channels, 256)
     if dtype.is_floating_point:
-        constants = scale_and_shift(normalize or Normalize(0, 1), 255, sample_shape, axis)
+        unit = unit_of(converting, torch.uint8)
+        constants = scale_and_shift(normalize or Normalize(0, 1), unit, sample_shape, axis)
         scale, shift = (transform.reshape(-1).expand(channels).contiguous() for transform in constants)
         values = values.float() * scale[:, None] + shift[:, None]
     rule = Rule(
         channels,
         size,
         "nearest" if is_mask else resizing,
-        crop.mode,
+        crop.padding_mode,
         crop.pads,
         axis == 2,
         axis == 2 or channels_last,
@@ -193,7 +193,7 @@ def _erased_values(transforms: Sequence[Any], rule: Rule) -> torch.Tensor:
     """Return the values of erased boxes in the units of the result: (boxes, channels)."""
     found, unit = [rule.erased], 1.0  # the pixel value that 1 means at this point of the list
     for transform in transforms:
-        if isinstance(transform, ToDtype) and transform.dtype.is_floating_point:
+        if isinstance(transform, ToDtype) and transform.scale:
             unit = 255.0 if unit else unit
         elif isinstance(transform, Normalize):
             unit = 0.0  # values are in the units of the result

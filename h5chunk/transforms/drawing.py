@@ -60,7 +60,7 @@ def _step(transform: Any) -> dict[str, Any]:
     match transform:
         case RandomResizedCrop(size=(height, width), scale=scale, ratio=ratio):
             return {"kind": augment.BOX, "height": height, "width": width, **_ranges(scale, ratio)}
-        case RandomCrop(size=(height, width), padding=(left, top, right, bottom), mode=mode):
+        case RandomCrop(size=(height, width), padding=(left, top, right, bottom), padding_mode=mode):
             sides = {"left": left, "top": top, "right": right, "bottom": bottom}
             padding = {"flag": 1, "reflects": mode == "reflect"}
             return {"kind": augment.CROP, "height": height, "width": width, **sides, **padding}
@@ -76,7 +76,7 @@ def _step(transform: Any) -> dict[str, Any]:
             return {"kind": augment.FLIP, "p": 0.5}
         case Cutout(size=side):
             return {"kind": augment.CUTOUT, "height": side}
-        case RandomErasing(p=p, scale=scale, ratio=ratio):
+        case RandomErasing(p=p, scale=scale, wide_ratio=ratio):
             return {"kind": augment.ERASE, "p": p, **_ranges(scale, ratio)}
     raise TypeError(f"{transform} has no step")
 

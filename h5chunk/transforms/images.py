@@ -1,19 +1,16 @@
-"""Transforms of images and other dense samples: `Normalize` and `ToDtype`, fused into one kernel if adjacent.
-
-Converting uint8 to floats scales it to 0..1, like torchvision's ``scale=True``; other numbers are only cast.
-"""
+"""Transforms of images and other dense samples: `Normalize` and `ToDtype`, fused into one kernel if adjacent."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from h5chunk.errors import OptionError
+from h5chunk.errors import OptionError, check_flag
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import WINDOW
 from h5chunk.transforms.compiled import FusedKernel
@@ -24,10 +21,10 @@ KEPT_CONVERTERS = 32  # of transforms that are called as functions
 
 @dataclass(frozen=True)
 class Normalize:
-    """Subtract the mean and divide by the standard deviation.
+    """Subtract the mean and divide by the standard deviation, like torchvision's transform of this name.
 
-    uint8 is first scaled to 0..1 and becomes float32; floats are not scaled and keep their dtype. An adjacent `ToDtype`
-    changes the dtype of the result at no cost.
+    Unlike torchvision's, it also takes stored uint8, which is first scaled to 0..1 and becomes float32. Floats are not
+    scaled and keep their dtype. An adjacent `ToDtype` changes the dtype of the result at no cost.
 
     Parameters
     ----------
@@ -54,21 +51,29 @@ class Normalize:
 
 @dataclass(frozen=True)
 class ToDtype:
-    """Convert to another dtype; conversion from uint8 to a floating type scales to 0..1.
+    """Convert to another dtype, like torchvision's transform of this name, which can also scale to integers.
 
     Parameters
     ----------
     dtype : torch.dtype
+    scale : bool
+        Whether integers are divided by the largest number of their dtype, such as 255 for uint8, so that images become
+        numbers from 0 to 1. ``dtype`` must then be a floating type. False: numbers are only cast.
     channels_last : bool
         Whether to return batches of (C, H, W) images in torch's memory format ``channels_last``.
     """
 
     dtype: torch.dtype
+    scale: bool = False
+    _: KW_ONLY
     channels_last: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
             raise OptionError(f"ToDtype: dtype is {self.dtype!r}: pass a torch.dtype, such as torch.bfloat16")
+        check_flag("ToDtype: channels_last", self.channels_last)
+        if check_flag("ToDtype: scale", self.scale) and not self.dtype.is_floating_point:
+            raise OptionError(f"ToDtype: scale is True, but {self.dtype} holds no fractions: pass a floating dtype")
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
         return convert(self, batch)
@@ -110,12 +115,12 @@ class ImageConverter:
         normalize = next((each for each in transforms if isinstance(each, Normalize)), None)
         to_dtype = next((each for each in transforms if isinstance(each, ToDtype)), None)
         self.dtype = result_dtype(transforms, normalize, to_dtype, stored)
-        self._scaled = normalize is not None or (stored == torch.uint8 and self.dtype.is_floating_point)
+        unit = unit_of(transforms, stored)
+        self._scaled = normalize is not None or unit != 1
         channels_last = to_dtype is not None and to_dtype.channels_last
         if channels_last and (len(sample_shape) != 3 or channel_axis != 0):
             raise OptionError(f"channels_last needs samples of (C, H, W), not of {sample_shape}: leave it out")
         self._format = torch.channels_last if channels_last else torch.contiguous_format
-        unit = 255 if stored == torch.uint8 else 1
         self._scale, self._shift = scale_and_shift(normalize or Normalize(0, 1), unit, sample_shape, channel_axis)
         self._shape = sample_shape
         self._channel_axis, self._stored = channel_axis, stored
@@ -221,6 +226,15 @@ def result_dtype(
             f"Normalize gives fractions but ToDtype converts them to {to_dtype.dtype}: pass a floating dtype"
         )
     return to_dtype.dtype
+
+
+def unit_of(transforms: Sequence[Any], stored: torch.dtype) -> int:
+    """Return the stored number that the first of `Normalize` and `ToDtype` makes 1, before it subtracts the mean."""
+    first = next((each for each in transforms if isinstance(each, (Normalize, ToDtype))), None)
+    if isinstance(first, Normalize):
+        return 255 if stored == torch.uint8 else 1
+    is_integer = not (stored.is_floating_point or stored.is_complex or stored == torch.bool)
+    return torch.iinfo(stored).max if first is not None and first.scale and is_integer else 1
 
 
 def _numbers(transform: Normalize, values: Any) -> torch.Tensor:

@@ -566,7 +566,7 @@ def test_reuse_converts_into_the_same_memory(large, transform):
 
 def test_windows_are_used_again_once_they_were_converted(large):
     """As many as the bound counts, whatever the loop holds."""
-    with ChunkLoader(large, 70, transforms=[ToDtype(torch.float16)]) as loader:
+    with ChunkLoader(large, 70, transforms=[ToDtype(torch.float16, scale=True)]) as loader:
         places: dict[int, set[int]] = {}  # by the number of samples: those of the last window are fewer
 
         def note(_, slot, samples):
@@ -579,7 +579,7 @@ def test_windows_are_used_again_once_they_were_converted(large):
 
 
 def test_closing_frees_what_is_kept_for_batches(large):
-    loader = ChunkLoader(large, 40, reuse=True, transforms=[ToDtype(torch.float16)])
+    loader = ChunkLoader(large, 40, reuse=True, transforms=[ToDtype(torch.float16, scale=True)])
     gc.collect()
     storage = weakref.ref(next(iter(loader))[0].untyped_storage())
     list(loader)
@@ -638,7 +638,7 @@ def test_normalize(path, dtype, channels_last, reuse):
     """As torchvision states it, in float64."""
     transforms = [Normalize(MEAN, STD)]
     if dtype or channels_last:
-        transforms.append(ToDtype(dtype or torch.float32, channels_last))
+        transforms.append(ToDtype(dtype or torch.float32, channels_last=channels_last))
     means, stds = (torch.tensor(numbers, dtype=torch.float64).reshape(3, 1, 1) for numbers in (MEAN, STD))
     with ChunkLoader(**ordered(path, 16, **ORDER), transforms=transforms, reuse=reuse) as loader:
         for images, labels in loader:

@@ -33,7 +33,7 @@ __all__ = ["nothing_is_left", "path"]
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-FLOAT = {"transforms": [ToDtype(torch.float32)]}
+FLOAT = {"transforms": [ToDtype(torch.float32, scale=True)]}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -216,7 +216,7 @@ def test_batches_made_together_are_those_made_alone(path, keep, transforms):
 def test_how_many_batches_are_made_together(path):
     """Views of what is there: all; copies: as many as are small together."""
     field = ChunkDataset(path).field("images")
-    plain, changed = (FieldPipeline(each, field, reuse=False) for each in ([], [ToDtype(torch.float32)]))
+    plain, changed = (FieldPipeline(each, field, reuse=False) for each in ([], [ToDtype(torch.float32, scale=True)]))
     assert plain.num_together(16, keep=True) > 1 << 20
     assert changed.num_together(16, keep=True) == 1
     few = plain.num_together(16, keep=False)
@@ -275,7 +275,7 @@ class TestCuda:
         "options",
         [
             {},
-            {"transforms": [ToDtype(torch.float32, channels_last=True)]},
+            {"transforms": [ToDtype(torch.float32, True, channels_last=True)]},
             {"batch_size": 7},
             {"batch_size": 300, "drop_last": True, "memory_bytes": 80 << 20},
             {"shuffle": False},

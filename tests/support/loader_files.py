@@ -17,7 +17,7 @@ N = 203  # images of 90 bytes: larger than what is kept in memory whole
 IMAGES = values((N, 3, 5, 6), np.uint8)
 LABELS = np.arange(N, dtype=np.int64)
 CHANNELS_LAST = ToDtype(torch.uint8, channels_last=True)
-CONVERSIONS = (ToDtype(torch.float64), Normalize(0.5, 0.25), CHANNELS_LAST)
+CONVERSIONS = (ToDtype(torch.float64, scale=True), Normalize(0.5, 0.25), CHANNELS_LAST)
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ def train(rank: int, path: Path, folder: Path, pause_s: float) -> list[float]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(90, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = ChunkLoader(**ordered(path, 12, **ORDER, lanes=4), transforms=[ToDtype(torch.float32)])
+    loader = ChunkLoader(**ordered(path, 12, **ORDER, lanes=4), transforms=[ToDtype(torch.float32, scale=True)])
     checkpoint, log, step = folder / "checkpoint.pt", folder / f"log{rank}", 0
     if checkpoint.exists():
         saved = torch.load(checkpoint)

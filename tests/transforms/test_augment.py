@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import pickle
 from typing import Any, ClassVar
 
@@ -29,14 +30,15 @@ from h5chunk.transforms import (
 from h5chunk.transforms.augmenting import AugmentConverter
 from h5chunk.transforms.images import fresh
 
+LAST = ToDtype(torch.uint8, channels_last=True)
 ALL = [
     AlternatingFlip(),
     CenterCrop(3),
     Cutout(4, value=(1, 2, 3)),
-    RandomCrop(8, padding=2, mode="reflect"),
+    RandomCrop(8, padding=2, padding_mode="reflect"),
     RandomErasing(0.3, value=0.5),
     RandomHorizontalFlip(0.2),
-    RandomResizedCrop((7, 8), interpolation="bilinear"),
+    RandomResizedCrop((7, 8), antialias=False),
     Resize(9),
     Resize((9, 8)),
 ]
@@ -95,13 +97,19 @@ class TestResizing:
     def test_bilinear(self, size):
         images = photos()
         exact = functional.interpolate(images.double(), size, mode="bilinear")
-        assert (Resize(size, interpolation="bilinear")(images) - exact).abs().max() <= 1.0 + 1e-6
+        assert (Resize(size, antialias=False)(images) - exact).abs().max() <= 1.0 + 1e-6
 
     @pytest.mark.parametrize("size", [(24, 20), (80, 66), (11, 60)], ids=str)
     def test_nearest(self, size):
         images = photos(height=45, width=34)
         exact = functional.interpolate(images.double(), size, mode="nearest-exact")
-        assert torch.equal(Resize(size, interpolation="nearest")(images).double(), exact)
+        assert torch.equal(Resize(size, interpolation="nearest-exact")(images).double(), exact)
+
+    def test_torchvision_s_names(self):
+        """Its interpolations are members of an enumeration, whose values are their names."""
+        mode = enum.Enum("InterpolationMode", {"BILINEAR": "bilinear", "NEAREST_EXACT": "nearest-exact"})
+        assert Resize(8, mode.BILINEAR) == Resize(8) == Resize(8, "bilinear", antialias=True)
+        assert RandomResizedCrop(8, interpolation=mode.NEAREST_EXACT).interpolation == "nearest-exact"
 
     def test_a_number_is_the_shorter_side(self):
         assert Resize(20)(photos(1, 40, 33)).shape[-2:] == (24, 20)
@@ -138,7 +146,7 @@ class TestRandomResizedCrop:
 
     def test_areas_and_shapes(self):
         size = 200  # more pixels than the boxes have, so that each pixel of a box is in the result
-        crop = RandomResizedCrop(size, scale=(0.1, 0.5), ratio=(0.5, 2.0), interpolation="nearest")
+        crop = RandomResizedCrop(size, scale=(0.1, 0.5), ratio=(0.5, 2.0), interpolation="nearest-exact")
         top, left, height, width = self.boxes(crop, 100, 140)
         areas, ratios = height * width / 14_000, width / height
         assert 0.09 < areas.min() < 0.13 and 0.45 < areas.max() < 0.51 and 0.25 < areas.mean() < 0.33
@@ -147,7 +155,7 @@ class TestRandomResizedCrop:
         assert len({*zip(top.tolist(), left.tolist(), height.tolist(), strict=True)}) > 350
 
     def test_shapes_that_never_fit_become_the_middle(self):
-        crop = RandomResizedCrop(40, scale=(1, 1), ratio=(1, 1), interpolation="nearest")
+        crop = RandomResizedCrop(40, scale=(1, 1), ratio=(1, 1), interpolation="nearest-exact")
         top, left, height, width = self.boxes(crop, 20, 40)
         assert {*top} == {0} and {*left} == {10} and {*height} == {20} == {*width}
 
@@ -167,7 +175,7 @@ class TestRandomCrop:
         images, sides = photos(3, 12, 10), (3, 1, 2, 4)  # left, top, right, bottom
         how = {"constant_values": 9} if mode == "constant" else {}
         padded = np.pad(images.numpy(), ((0, 0), (0, 0), (1, 4), (3, 2)), mode=mode, **how)
-        crop = RandomCrop((17, 15), padding=sides, mode=mode, fill=9)
+        crop = RandomCrop((17, 15), padding=sides, padding_mode=mode, fill=9)
         found = augment([crop, RandomHorizontalFlip(1.0 if flip else 0.0)], images).numpy()
         assert (found == (padded[..., ::-1] if flip else padded)).all()
 
@@ -224,13 +232,22 @@ class TestErasing:
         assert 260 < (areas > 0).sum() < 340
         assert areas[areas > 0].min() > 0.08 and areas.max() < 0.22
 
+    def test_the_ratio_of_a_box_is_height_over_width(self):
+        found = RandomErasing(1.0, (0.02, 0.1), (3, 3), value=0)(torch.full((20, 1, 60, 60), 9, dtype=torch.uint8))
+        for image in found[:, 0]:
+            height, width = (int((image == 0).any(axis).sum()) for axis in (1, 0))
+            assert abs(height - 3 * width) <= 2
+
     @pytest.mark.parametrize(
         ("transforms", "value"),
         [
             ([Cutout(99, 51), Normalize(0.5, 0.25)], -1.2),  # (51 / 255 - 0.5) / 0.25
             ([Normalize(0.5, 0.25), Cutout(99, 51)], 51),
+            ([ToDtype(torch.float32, scale=True), Cutout(99, 0.2), Normalize(0.5, 0.25)], -1.2),
             ([ToDtype(torch.float32), Cutout(99, 0.2), Normalize(0.5, 0.25)], -1.2),
-            ([Cutout(99, 51), ToDtype(torch.float32)], 0.2),
+            ([Cutout(99, 51), ToDtype(torch.float32, scale=True)], 0.2),
+            ([Cutout(99, 51), ToDtype(torch.float32)], 51),
+            ([Cutout(99, 51), ToDtype(torch.float32), Normalize(0.5, 0.25)], 202),
             ([ToDtype(torch.int64), Cutout(99, 51)], 51),
             ([Cutout(99, 51), ToDtype(torch.int64)], 51),
         ],
@@ -247,7 +264,7 @@ def test_conversion(dtype, channels_last):
     more = (
         [NORMALIZE]
         if dtype is None and not channels_last
-        else [NORMALIZE, ToDtype(dtype or torch.float32, channels_last)]
+        else [NORMALIZE, ToDtype(dtype or torch.float32, channels_last=channels_last)]
     )
     found = augment([*crop, *more], images)
     expected = NORMALIZE(augment(crop, images)).to(found.dtype)
@@ -265,10 +282,19 @@ def test_channels_at_the_end_and_none():
 
 LISTS = [
     [RandomResizedCrop((24, 30)), RandomHorizontalFlip()],
-    [RandomResizedCrop(24, interpolation="nearest"), RandomCrop(28, padding=4, mode="edge"), Cutout(5, 9)],
+    [
+        RandomResizedCrop(24, interpolation="nearest-exact"),
+        RandomCrop(28, padding=4, padding_mode="edge"),
+        Cutout(5, 9),
+    ],
     [RandomCrop((30, 20)), RandomHorizontalFlip(), NORMALIZE, RandomErasing(0.8)],
-    [RandomHorizontalFlip(), Resize((60, 33)), RandomCrop(40, padding=(9, 4), mode="reflect"), ToDtype(torch.int64)],
-    [Resize((40, 12), interpolation="bilinear"), NORMALIZE, ToDtype(torch.bfloat16, channels_last=True)],
+    [
+        RandomHorizontalFlip(),
+        Resize((60, 33)),
+        RandomCrop(40, padding=(9, 4), padding_mode="reflect"),
+        ToDtype(torch.int64),
+    ],
+    [Resize((40, 12), antialias=False), NORMALIZE, ToDtype(torch.bfloat16, channels_last=True)],
 ]
 
 
@@ -291,7 +317,7 @@ def test_native_equals_torch(transforms, axis, monkeypatch):
     [
         [RandomResizedCrop((24, 30)), RandomHorizontalFlip(0.3), RandomCrop((9, 8)), RandomErasing(0.7)],
         [AlternatingFlip(), RandomResizedCrop(20, (0.9, 1), (2, 7)), Cutout(5), RandomErasing(scale=(0.5, 1))],
-        [RandomHorizontalFlip(), RandomCrop(30, padding=(3, 4, 5, 6), mode="reflect"), Cutout(40)],
+        [RandomHorizontalFlip(), RandomCrop(30, padding=(3, 4, 5, 6), padding_mode="reflect"), Cutout(40)],
         [Resize(31), CenterCrop((20, 23)), AlternatingFlip()],
         [CenterCrop(25), Resize((50, 20)), RandomCrop(40, padding=20)],
     ],
@@ -310,7 +336,7 @@ def test_native_draws_equal_numpys(transforms, monkeypatch):
 
 def test_many_channels():
     images = torch.arange(256).to(torch.uint8).view(1, 256, 1, 1).expand(2, 256, 4, 5).contiguous()
-    for transforms in ([RandomResizedCrop((6, 7))], [RandomCrop((6, 7), padding=2, mode="edge")]):
+    for transforms in ([RandomResizedCrop((6, 7))], [RandomCrop((6, 7), padding=2, padding_mode="edge")]):
         assert torch.equal(augment(transforms, images), images[:, :, :1, :1].expand(2, 256, 6, 7))
         last = augment(transforms, images.permute(0, 2, 3, 1).contiguous(), axis=2)
         assert torch.equal(last, images[:, :, 0, 0].view(2, 1, 1, 256).expand(2, 6, 7, 256))
@@ -338,17 +364,18 @@ def test_called_as_functions_they_draw_from_torch():
         (lambda: RandomResizedCrop((1, 2, 3)), "pass a number, or height and width"),
         (lambda: RandomResizedCrop(8, scale=(0.5, 0.1)), r"scale is \(0.5, 0.1\): pass two numbers above 0"),
         (lambda: RandomResizedCrop(8, scale=(0.5, 2)), "the lower first, at most 1"),
-        (lambda: RandomResizedCrop(8, interpolation="cubic"), "pass one of antialias, bilinear, nearest"),
+        (lambda: RandomResizedCrop(8, interpolation="cubic"), "pass one of bilinear, nearest-exact"),
         (lambda: RandomCrop(8, padding=(1, 2, 3)), "pass a number, or 2 or 4 of them"),
         (lambda: RandomCrop(8, padding=-1), "padding is -1"),
-        (lambda: RandomCrop(8, mode="wrap"), "pass one of constant, reflect, edge"),
+        (lambda: RandomCrop(8, padding_mode="wrap"), "pass one of constant, reflect, edge"),
         (lambda: RandomCrop(8, fill=256), "fill is 256"),
+        (lambda: Resize(8, antialias=2), "Resize: antialias is 2: pass True or False"),
         (lambda: RandomHorizontalFlip(1.5), "p is 1.5: pass a probability"),
         (lambda: RandomErasing(value="random"), "value is 'random': pass a number, or one per channel"),
         (lambda: Cutout(0), "size is 0"),
         (lambda: augment([RandomCrop(41)], photos()), "an image of 40 x 33: put a Resize before it"),
         (lambda: augment([CenterCrop(41)], photos()), "larger than an image of 40 x 33.* pass a smaller size"),
-        (lambda: augment([RandomCrop(8, padding=33, mode="reflect")], photos()), "too short to reflect 33 pixels"),
+        (lambda: augment([RandomCrop(8, 33, padding_mode="reflect")], photos()), "too short to reflect 33 pixels"),
         (lambda: augment([NORMALIZE, RandomCrop(8)], photos()), "comes after Normalize.*put crops"),
         (lambda: augment([Cutout(8), RandomHorizontalFlip()], photos()), "comes after Cutout"),
         (lambda: augment([Resize(8), RandomResizedCrop(4)], photos()), "only one transform may resize"),
@@ -361,7 +388,7 @@ def test_called_as_functions_they_draw_from_torch():
         (lambda: augment([RandomCrop(8)], torch.zeros(3, 9, dtype=torch.uint8)), r"samples have the shape \(9,\)"),
         (lambda: augment([Resize(3)], torch.zeros(1, 257, 4, 4, dtype=torch.uint8)), "at most 256 channels"),
         (lambda: augment([Resize(100)], photos(1, 300, 1)), "30000 pixels long, more than 16384"),
-        (lambda: augment([RandomCrop(4), ToDtype(torch.uint8, True)], photos()[:, 0]), "channels_last needs samples"),
+        (lambda: augment([RandomCrop(4), LAST], photos()[:, 0]), "channels_last needs samples"),
     ],
 )  # fmt: skip
 def test_errors(make, match):

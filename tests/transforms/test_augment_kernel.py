@@ -34,12 +34,12 @@ from h5chunk.transforms.images import ImagesByNumber
 NORMALIZE = Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.25))
 LISTS = {
     "antialias": [RandomResizedCrop((9, 13)), RandomHorizontalFlip(), NORMALIZE],
-    "bilinear": [RandomResizedCrop((14, 9), interpolation="bilinear"), RandomErasing(1.0), ToDtype(torch.float16)],
-    "nearest": [RandomResizedCrop(11, interpolation="nearest"), Cutout(4, (1.0, 2.0, 3.0))],
-    "many taps": [Resize((5, 20)), CenterCrop((3, 6)), ToDtype(torch.float32)],
+    "bilinear": [RandomResizedCrop((14, 9), antialias=False), RandomErasing(1.0), ToDtype(torch.float16, scale=True)],
+    "nearest": [RandomResizedCrop(11, interpolation="nearest-exact"), Cutout(4, (1.0, 2.0, 3.0))],
+    "many taps": [Resize((5, 20)), CenterCrop((3, 6)), ToDtype(torch.float32, scale=True)],
     "constant": [RandomCrop(20, padding=6, fill=(7, 8, 9)), RandomHorizontalFlip(), NORMALIZE, RandomErasing(1.0)],
-    "resized, reflect": [Resize((15, 12)), RandomCrop((12, 14), padding=4, mode="reflect"), NORMALIZE],
-    "edge": [RandomCrop((20, 24), padding=5, mode="edge"), RandomHorizontalFlip()],
+    "resized, reflect": [Resize((15, 12)), RandomCrop((12, 14), padding=4, padding_mode="reflect"), NORMALIZE],
+    "edge": [RandomCrop((20, 24), padding=5, padding_mode="edge"), RandomHorizontalFlip()],
 }
 
 

@@ -30,7 +30,15 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
-ALL = [Normalize(MEAN, STD), ToDtype(torch.bfloat16, True), Dense(torch.float16), Csr(), Binarize(4), L2(), Log1p(1e4)]
+ALL = [
+    Normalize(MEAN, STD),
+    ToDtype(torch.bfloat16, True, channels_last=True),
+    Dense(torch.float16),
+    Csr(),
+    Binarize(4),
+    L2(),
+    Log1p(1e4),
+]
 
 
 def convert(transforms: Any, stored: torch.dtype, shape: tuple[int, ...] = (3, 16, 16), axis: int = 0) -> Any:
@@ -87,6 +95,7 @@ def test_arrays_and_lists_are_taken_as_means():
         (lambda: Normalize(0.5, []), "each a number or one per channel"),
         (lambda: Normalize(None, 0.5), "each a number or one per channel"),
         (lambda: ToDtype("float32"), "dtype is 'float32'"),
+        (lambda: ToDtype(torch.int32, scale=True), "scale is True, but torch.int32 holds no fractions"),
         (lambda: Dense(torch.bool), "dtype is torch.bool: pass a torch.dtype of numbers"),
         (lambda: Csr(torch.complex64), "Csr: dtype is torch.complex64"),
         (lambda: Binarize("4"), "threshold is '4': pass the smallest value"),
@@ -109,7 +118,7 @@ def test_arguments_are_checked_when_they_are_made(make, match):
 def test_normalize(dtype, channels_last, mean, std):
     """Before or behind `ToDtype`: one rounding at the end."""
     images = all_bytes()
-    pair = Normalize(mean, std), ToDtype(dtype, channels_last)
+    pair = Normalize(mean, std), ToDtype(dtype, scale=True, channels_last=channels_last)
     for transforms in (pair, pair[::-1]):
         found = convert(transforms, torch.uint8)(images, keep=True)
         assert found.dtype == dtype
@@ -124,11 +133,14 @@ def test_normalize_channels_at_the_end():
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_floating_dtype_alone_gives_0_to_1(dtype):
+def test_scale_gives_0_to_1(dtype):
     images = all_bytes()
-    found = convert([ToDtype(dtype)], torch.uint8)(images, keep=True)
+    found = convert([ToDtype(dtype, scale=True)], torch.uint8)(images, keep=True)
     check_close(found, images.double() / 255, bound=1)
     assert (found.min(), found.max()) == (0, 1)
+    assert convert([ToDtype(dtype)], torch.uint8)(images, keep=True).equal(images.to(dtype))
+    after = convert([ToDtype(dtype), Normalize(2, 4)], torch.uint8)(images, keep=True)
+    check_close(after, (images.double() - 2) / 4, bound=2)
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -160,6 +172,9 @@ def test_other_integers_are_only_cast(stored):
     assert (found.dtype, found.tolist()) == (torch.float32, [0, 1])
     found = convert([ToDtype(torch.float32), Normalize(0.5, 0.5)], stored, ())(numbers, keep=True)
     assert found.tolist() == [-1, 1]
+    largest = 1 if stored == torch.bool else torch.iinfo(stored).max
+    found = convert([ToDtype(torch.float32, scale=True)], stored, ())(torch.tensor([0, largest]).to(stored), keep=True)
+    assert found.tolist() == [0, 1]
     with pytest.raises(OptionError, match=r"Normalize is for uint8 and floats, .*: put ToDtype\(torch.float32\) first"):
         convert([Normalize(0.5, 0.5)], stored, ())
 
@@ -171,8 +186,8 @@ def test_other_integers_are_only_cast(stored):
         ([Normalize(0.5, (0.1, 0.2))], (3, 16, 16), 0, "2 values of std for 3 channels"),
         ([Normalize(0.5, 0.5), ToDtype(torch.uint8)], (3, 16, 16), 0, "floating dtype"),
         ([ToDtype(torch.int32), Normalize(0.5, 0.5)], (3, 16, 16), 0, "not for torch.int32"),
-        ([ToDtype(torch.uint8, True)], (16, 16), 0, "channels_last needs"),
-        ([ToDtype(torch.uint8, True)], (16, 16, 3), 2, "channels_last needs"),
+        ([ToDtype(torch.uint8, channels_last=True)], (16, 16), 0, "channels_last needs"),
+        ([ToDtype(torch.uint8, channels_last=True)], (16, 16, 3), 2, "channels_last needs"),
     ],
 )
 def test_images_that_do_not_fit(transforms, shape, axis, match):
@@ -187,7 +202,7 @@ def test_functions_between(path, device, order):
     steps = {
         "flip": lambda images: images.flip(3),
         "normalize": Normalize(MEAN, STD),
-        "dtype": ToDtype(torch.float64),
+        "dtype": ToDtype(torch.float64, scale=True),
     }
     with ChunkLoader(path, 16, shuffle=False, transforms=[steps[name] for name in order], device=device) as loader:
         found = torch.cat([images for images, _ in loader]).cpu()
@@ -415,7 +430,10 @@ class TestCuda:
         """Also where samples do not fill the kernel's programs; and the same bits as without it."""
         small(monkeypatch, fewest_numbers=0)
         images = torch.from_numpy(values((131, *shape), np.uint8))
-        transforms = [*([] if normalize is None else [Normalize(*normalize)]), ToDtype(dtype, channels_last)]
+        transforms = [
+            *([] if normalize is None else [Normalize(*normalize)]),
+            ToDtype(dtype, scale=True, channels_last=channels_last),
+        ]
         converter = convert(transforms, torch.uint8, shape, axis)
         converter.prepare(torch.device("cuda"))
         slow = converter(images.cuda(), keep=False)
