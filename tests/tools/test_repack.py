@@ -546,7 +546,7 @@ def test_datasets_that_are_named_say_how_many_samples_there_are(tmp_path: Path) 
             file.create_dataset(f"{part}/x", data=np.arange(n * 60).reshape(n, 60), chunks=(n, 7))
             file[f"{part}/y"] = np.arange(n)
     report = repack(tmp_path / "a.h5", tmp_path / "b.h5")
-    assert {each.name for each in report.fields} == {"train/x", "train/y"}
+    assert {each.name for each in report.fields} == {"train/x", "train/y", "test/x", "test/y"}
     report = repack(tmp_path / "a.h5", tmp_path / "c.h5", fields=["test/x", "/train/x"], chunk_samples=30)
     assert {each.name: each.after.chunks for each in report.fields} == {
         "train/x": (30, 60), "test/x": (20, 60)
@@ -554,6 +554,33 @@ def test_datasets_that_are_named_say_how_many_samples_there_are(tmp_path: Path) 
     check_same(tmp_path / "a.h5", tmp_path / "c.h5")
     with pytest.raises(OptionError, match=r"shuffle is set, but the fields differ in length \(20, 50\)"):
         repack(tmp_path / "a.h5", tmp_path / "d.h5", fields=["test/x", "train/x"], shuffle=True)
+
+
+def test_all_episodes_get_complete_samples_and_what_keeps_cut_samples_is_named(tmp_path: Path) -> None:
+    path, rng = tmp_path / "a.h5", np.random.default_rng(0)
+    with h5py.File(path, "w") as file:
+        for number in range(12):
+            group, steps = file.create_group(f"data/demo_{number}"), 30 + number
+            frames = rng.integers(0, 256, (steps + 1, 8, 8, 3), np.uint8)
+            group.create_dataset("obs/rgb", data=frames, chunks=(steps, 4, 4, 3), compression="gzip")
+            group.create_dataset("actions", data=rng.random((steps, 4)), chunks=(steps, 2))
+        file.create_dataset("other", data=rng.random((7, 6)), chunks=(7, 2))
+    report = repack(path, tmp_path / "b.h5")
+    check_same(path, tmp_path / "b.h5")
+    with h5py.File(tmp_path / "b.h5") as file:
+        for demo in file["data"].values():
+            assert demo["obs/rgb"].chunks[1:] == (8, 8, 3) and demo["actions"].chunks[1:] == (4,)
+    assert report.num_alike == 11 and "and 11 datasets like it" in str(report) and "and 11 more like it" in str(report)
+    assert len(str(report).splitlines()) < 12
+    assert any(note.startswith("other keep chunks that cut each sample") for note in report.notes)
+    named = ["data/*/obs/rgb", "other"]  # as the note says
+    report = repack(path, tmp_path / "c.h5", fields=named)
+    assert len(report.fields) == 13 and all(each.after.chunks_per_sample == 1 for each in report.fields)
+    check_same(path, tmp_path / "c.h5")
+    windowed = repack(path, tmp_path / "d.h5", window_chunks=4, dry_run=True)  # is for samples of one length
+    assert any("without shuffle, window_chunks and cache" in note for note in windowed.notes)
+    with pytest.raises(FieldError, match=r"has no dataset 'data/\*/nothing'"):
+        repack(path, tmp_path / "d.h5", fields=["data/*/nothing"])
 
 
 def test_what_is_to_be_kept_is_no_field(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from h5chunk.tools.repack.options import RepackOptions
 @main.command(
     examples={
         "Rewrite an HDF5 file with complete samples in each chunk": "h5chunk repack old.h5 new.h5",
+        "Rewrite the images of all episodes only": "h5chunk repack old.h5 new.h5 --fields 'data/*/obs/rgb'",
         "Rewrite all shards of a folder": "h5chunk repack old/ new/ --dask local:4",
         "Shuffle the samples, with settings from tune": "h5chunk repack old.h5 new.h5 --tuned found.json --shuffle",
     }
@@ -32,7 +33,8 @@ from h5chunk.tools.repack.options import RepackOptions
 def repack(file: str, output: str, **options: Any) -> None:
     """Rewrite any HDF5 FILE as OUTPUT, with complete samples in each chunk.
 
-    Datasets whose first axis indexes samples get new chunks; everything else is copied unchanged. The report compares
+    The largest dataset, those as long as it, and the datasets of other groups that have one like it, such as episodes,
+    get new chunks; all else is copied unchanged, and a note names datasets whose samples stay cut. The report compares
     the old and new layouts. If FILE is a folder, OUTPUT becomes a folder too; if the command is stopped, running it
     again continues the work.
     """

@@ -21,6 +21,7 @@ from h5chunk.tools.report import Report, code, list_some, shell_command, values_
 
 SHOWN, SHOWN_REFUSED = 20, 5  # maximum number of files, and of refused datasets, in the text; JSON lists all
 SHOWN_PACKED = 6
+MAX_REPACKED = 4  # datasets that a command names
 NOTABLE = 2.0  # read amplification above which the report mentions it
 
 
@@ -230,11 +231,10 @@ class FileInfo(Report):
             command = shell_command(["h5chunk", "tune", self.path, "--window", "10"])
             lines.append(f"{code(command)} says which chunks are better for windows of 10 time steps")
         elif cut and not self.refused and not any("sample_axis" in line for line in self.code):
-            largest = max(cut, key=lambda dataset: dataset.stored_bytes)
-            command = shell_command(["h5chunk", "repack", self.path, "NEW.h5", "--fields", largest.name])
-            lines.append(
-                f"{code(command)} stores complete samples in each chunk of it and of all fields of this length"
-            )
+            largest = sorted(cut, key=lambda dataset: -dataset.stored_bytes)[:MAX_REPACKED]
+            named = [part for dataset in largest for part in ("--fields", dataset.name)]
+            command = shell_command(["h5chunk", "repack", self.path, "NEW.h5", *named])
+            lines.append(f"{code(command)} stores complete samples in each of their chunks")
         return lines
 
 

@@ -1,7 +1,8 @@
 """Find the datasets of a file that contain samples, and plan their chunks.
 
 A field is a dataset whose first axis indexes samples. All fields are as long as a main field: a dataset that the user
-names, or else ``images``, ``X`` of AnnData, or the largest dataset. A sparse matrix is a group of ``data``,
+names, or else ``images``, ``X`` of AnnData, or the largest dataset. If other groups, such as episodes, have a dataset
+like it, all datasets in these groups are fields, too. A sparse matrix is a group of ``data``,
 ``indices`` and ``indptr``. Images of any size, which only h5chunk files have, are a group of ``data``, ``offsets`` and
 tables of their sizes.
 """
@@ -9,7 +10,8 @@ tables of their sizes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from h5chunk.plan.csr import INDEX_CHUNK_BYTES, plan_csr
 from h5chunk.plan.layout import MAX_CHUNK_BYTES, Layout, plan_layout
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
+from h5chunk.store.hdf5.patterns import natural
 from h5chunk.store.read.ragged import describe_images, find_image_groups
 from h5chunk.store.rewrite.survey import NUMBERS_AND_TEXT, DatasetFacts, Survey
 from h5chunk.store.write.any_size import CHUNK_BYTES
@@ -85,6 +88,8 @@ class Samples:
     ragged: list[RaggedGroup] = field(default_factory=list)
     anndata: bool = False  # whether the file was written by AnnData
     too_large: list[str] = field(default_factory=list)  # datasets whose rows are too large for a chunk or memory
+    num_alike: int = 0  # number of datasets like the main field in other groups, such as episodes
+    cut: list[str] = field(default_factory=list)  # datasets that are no fields, though samples are cut into chunks
 
     @property
     def layout(self) -> Layout | None:
@@ -122,12 +127,64 @@ def find_samples(
         if not candidates:
             raise OptionError(f"{label}: chunks is {options.chunks}, but no field has {len(options.chunks)} axes")
     members = [facts for facts in candidates if facts.num_rows in lengths and (not only or facts.path in only)]
+    alike: list[DatasetFacts] = []
+    if mains and not (options.fields or options.chunks or anndata or ragged or header or options.needs_header):
+        alike, paths = _find_alike(mains[0][1], candidates)
+        members = [facts for facts in candidates if facts.num_rows in lengths or facts.path in paths]
+        lengths |= {facts.num_rows: facts.name for facts in members}
     fields = [facts for facts in members if facts.is_fixed_size]
     layouts = {rows: _plan(rows, fields, ragged, options.chunk_samples) for rows in lengths}
     num_samples, main = mains[0] if mains else (0, "")
     others = [facts for facts in members if not facts.is_fixed_size]
     too_large = [] if only else [facts.name for facts in large]
-    return Samples(num_samples, main, layouts, fields, others, ragged, anndata, too_large)
+    found = {facts.path for facts in (*fields, *large)} | parts | excluded
+    left = [facts for path, facts in datasets.items() if path not in found and facts.num_rows and facts.is_fixed_size]
+    cut = [] if options.fields or options.chunks else [facts.name for facts in left if facts.grid.chunks_per_sample > 1]
+    return Samples(num_samples, main, layouts, fields, others, ragged, anndata, too_large, len(alike), cut)
+
+
+def expand_fields(survey: Survey, names: Sequence[str]) -> tuple[str, ...]:
+    """Replace names in which * stands for the name of a group, such as an episode, by those of all matching datasets.
+
+    A name that no dataset matches is returned as it is.
+    """
+    stored = [as_text(os.fsdecode(path)) for path in survey.datasets]
+    expanded = []
+    for name in names:
+        pattern = re.compile(re.escape(name.strip("/")).replace(r"\*", "[^/]*"))
+        found = [each for each in stored if pattern.fullmatch(each)] if "*" in name and name not in stored else []
+        expanded += sorted(found, key=natural) or [name]
+    return tuple(dict.fromkeys(expanded))
+
+
+def _find_alike(main: str, candidates: Sequence[DatasetFacts]) -> tuple[list[DatasetFacts], set[bytes]]:
+    """Return the datasets that are like the main field, and the paths of all in their groups, such as episodes.
+
+    They have its type, and their paths differ from its path in the name of a group, or only in numbers.
+    """
+    first = next((facts for facts in candidates if facts.name == main), None)
+    if first is None:
+        return [], set()
+    parts, alike, groups = main.split("/"), [], set[tuple[str, ...]]()
+    for facts in candidates:
+        own = facts.name.split("/")
+        if len(own) != len(parts) or facts is first or not _same_type(facts, first):
+            continue
+        differing = [at for at, (name, other) in enumerate(zip(own, parts, strict=True)) if name != other]
+        is_group = len(differing) == 1 and differing[0] < len(parts) - 1
+        if is_group or re.sub(r"\d+", "*", facts.name) == re.sub(r"\d+", "*", main):
+            alike.append(facts)
+            if differing[0] < len(parts) - 1:
+                groups |= {tuple(names[: differing[0] + 1]) for names in (own, parts)}
+    depths, found = {len(group) for group in groups}, {facts.path for facts in alike}
+    for facts in candidates:
+        own = facts.name.split("/")
+        found |= {facts.path} if any(tuple(own[:depth]) in groups for depth in depths) else set()
+    return alike, found
+
+
+def _same_type(facts: DatasetFacts, other: DatasetFacts) -> bool:
+    return facts.dtype == other.dtype and facts.grid.shape[1:] == other.grid.shape[1:]
 
 
 def kept_paths(options: RepackOptions) -> set[bytes]:

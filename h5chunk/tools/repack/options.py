@@ -23,9 +23,10 @@ class RepackOptions(WriteOptions):
     fields: tuple[str, ...] = option(
         (),
         "Dataset to repack, whose first axis indexes the samples (repeatable); others are copied, or left out if that "
-        "is impossible. With --shuffle, all of them must have the same length, and other datasets of it move, too.",
+        "is impossible. A * stands for the name of each group, as in 'data/*/obs/rgb'. With --shuffle, all of them "
+        "must have the same length, and other datasets of it move, too.",
         metavar="DATASET",
-        shown_default="images, AnnData's X, or the largest",
+        shown_default="images, AnnData's X, or the largest, and those like it in other groups",
         heading="Fields",
         repeatable=True,
     )
@@ -75,6 +76,11 @@ class RepackOptions(WriteOptions):
             raise OptionError("chunks divides samples: leave out shuffle, chunk_samples, window_chunks and cache")
         memory_for_copying(self.memory_bytes, 0)
         parse_compression(self.compression)
+
+    @property
+    def needs_header(self) -> bool:
+        """Whether the new file gets the group /h5chunk, which describes samples of one number."""
+        return self.shuffle or self.window_chunks is not None or self.cache is not None
 
     def recorded(self) -> dict[str, Any]:
         """Return the options to record in the file: those that determine its bytes."""

@@ -139,6 +139,13 @@ def plan_moves(
         for name in samples.too_large
         if name not in moved
     ]
+    if samples.cut:
+        more = f" and {len(samples.cut) - MAX_LISTED} more" if len(samples.cut) > MAX_LISTED else ""
+        without = ", without shuffle, window_chunks and cache, which describe samples of one number" if header else ""
+        notes.append(
+            f"{', '.join(samples.cut[:MAX_LISTED])}{more} keep chunks that cut each sample: to repack them, too, name "
+            f"all fields (--fields {shlex.quote(samples.cut[0])}; * stands for the name of each group){without}"
+        )
     fixed = [move.facts.name for move in moves if move.facts.maxshape != move.facts.shape]
     if fixed:
         more = f" and {len(fixed) - 4} more" if len(fixed) > 4 else ""
@@ -286,8 +293,7 @@ def plan_header(
     An h5chunk file keeps its group. Another HDF5 file gets the group if it is shuffled, or if a window or cache is
     recommended to readers. The fields of such a file may be in groups, and ``checksums`` lists them by their paths.
     """
-    needs_header = options.shuffle or options.window_chunks is not None or options.cache is not None
-    if header is None and not needs_header:
+    if header is None and not options.needs_header:
         return None
     option = "shuffle" if options.shuffle else "window_chunks" if options.window_chunks is not None else "cache"
     if samples.anndata:

@@ -41,7 +41,7 @@ from h5chunk.store.write.new_file import NewFile
 from h5chunk.store.write.part_file import check_not_source, check_output, parse_output
 from h5chunk.store.write.targets import CompressedTarget, PlainTarget, Target
 from h5chunk.tools.progress import Progress, count_up
-from h5chunk.tools.repack.fields import find_samples, is_anndata, keyed_note
+from h5chunk.tools.repack.fields import expand_fields, find_samples, is_anndata, keyed_note
 from h5chunk.tools.repack.folder import repack_folder
 from h5chunk.tools.repack.options import TUNED, RepackOptions, read_tuned
 from h5chunk.tools.repack.plan import SOURCE_INDEX, Move, RepackPlan, check_shuffle, plan_header, plan_moves
@@ -69,7 +69,9 @@ def repack(
     """Rewrite an HDF5 file, or all files of a folder, with complete samples in their chunks.
 
     A field is a dataset of fixed-size elements with as many rows as the main field, which is ``images``, ``X`` of
-    AnnData, or the largest dataset. If ``fields`` are named, only these are repacked, and a shuffle moves all datasets
+    AnnData, or the largest dataset. If other groups, such as episodes, have a dataset like the largest one, all their
+    datasets are repacked. If ``fields`` are named, with * for each name of a group, only these are repacked, and a
+    shuffle moves all datasets
     of their length; datasets and links that cannot be copied are left out. Fields get chunks of complete samples,
     uncompressed by default. The entries of sparse matrices are stored in chunks of about 1 MiB. The bytes of images of
     any size are stored in chunks of 8 MiB, or of 1 MiB if they are compressed. All other datasets, groups, attributes,
@@ -171,6 +173,7 @@ def repack_file(
         num_bytes=plan.num_bytes if dry_run and not complete else output.stat().st_size,
         seconds=time.perf_counter() - started,
         fields=fields,
+        num_alike=plan.samples.num_alike,
         num_copied=len(plan.survey.datasets) - len(plan.moves) - num_permuted,
         notes=[*plan.notes, *lost],
         already_complete=complete,
@@ -212,6 +215,7 @@ def _plan(
         left_out = survey.left_out or []
         notes += left_out[:MAX_LEFT_OUT]
         notes += [f"{len(left_out) - MAX_LEFT_OUT} more are left out"] if len(left_out) > MAX_LEFT_OUT else []
+        options = replace(options, fields=expand_fields(survey, options.fields))
         num_threads = min(MAX_THREADS, available_cores())
         part_bytes = MemoryShares(options.memory_bytes, num_threads).part_bytes
         samples = find_samples(source.file, survey, old, options, part_bytes)

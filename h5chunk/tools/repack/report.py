@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from h5chunk.errors import count_text, human_bytes
 from h5chunk.sample_source import shape_text
 from h5chunk.store.hdf5.codecs import KNOWN_FILTERS
 from h5chunk.store.rewrite.survey import DatasetFacts, describe_dataset
+from h5chunk.tools.info.summary import MIN_SIMILAR
 from h5chunk.tools.repack.plan import RepackPlan
 from h5chunk.tools.report import MAX_LISTED, Report, rows
 
@@ -79,6 +81,7 @@ class RepackReport(Report):
     num_bytes: int  # size of the new file; for a dry run, approximate size on disk
     seconds: float
     fields: list[FieldReport]  # datasets with a new layout
+    num_alike: int  # number of datasets like the main field in other groups, such as episodes
     num_copied: int  # number of other datasets
     notes: list[str]  # warnings, for example about content that could not be kept
     already_complete: bool  # whether the same command had already written the file, so that nothing was done
@@ -88,6 +91,7 @@ class RepackReport(Report):
         rate = "nothing written" if self.dry_run else f"{human_bytes(self.num_bytes / max(self.seconds, 1e-9))}/s"
         order = f", shuffled with seed {self.seed}" if self.shuffled else ""
         samples = f"{count_text(self.num_samples, 'sample')} of {self.main!r}{order}" if self.main else "no samples"
+        samples += f" and {count_text(self.num_alike, 'dataset')} like it" if self.num_alike else ""
         window, copied = "", ""
         if self.has_header:
             chunks = count_text(self.window_chunks or 0, "chunk")
@@ -96,11 +100,30 @@ class RepackReport(Report):
             copied = f"unchanged: {count_text(self.num_copied, 'other dataset')}"
         return [
             f"{self.path}: {samples}, {' -> '.join(sizes)}, {'already complete' if self.already_complete else rate}",
-            *(f"  {line}" for field_ in self.fields for line in field_.lines()),
+            *(f"  {line}" for line in _field_lines(self.fields)),
             *rows("windows", window),
             *rows("copied", copied),
             *rows("note:", self.notes),
         ]
+
+
+def _field_lines(fields: Sequence[FieldReport]) -> Iterator[str]:
+    """Yield the lines of fields. Those of the same layout in different groups, such as episodes, share lines."""
+    groups: dict[tuple[object, ...], list[FieldReport]] = {}
+    for each in fields:
+        *parents, name = each.name.split("/")
+        layouts = [
+            (layout.chunks and layout.chunks[1:], layout.filters, layout.chunks_per_sample)
+            for layout in (each.before, each.after)
+        ]
+        key = len(parents), re.sub(r"\d+", "*", name), each.dtype, each.shape[1:], each.shuffled, *layouts
+        groups.setdefault(key, []).append(each)
+    for alike in groups.values():
+        shown = alike[:1] if len(alike) >= MIN_SIMILAR else alike
+        for each in shown:
+            first, *others = each.lines()
+            yield f"{first}, and {len(alike) - 1:,} more like it" if len(shown) < len(alike) else first
+            yield from others
 
 
 @dataclass(frozen=True)
