@@ -200,13 +200,14 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         Make batches by group, such as the class or the subject of samples: a field with one value per sample, also an
         attribute of `Keyed`, a constant of `Windows`, or ``source_name``, as in `ChunkDataset.where`; several fields,
         whose combinations are groups; or the group of each sample, (n,). Without further arguments, batches are
-        stratified: each has the proportions of the data set, rounded up or down, and every sample is used once. All
-        ranks have the same number of batches, and there is one lane per rank.
+        stratified: each has the proportions of the data set, to less than two samples of a group, and every sample is
+        used once. All ranks have the same number of batches, and there is one lane per rank.
 
-        All groups advance through the chunks at the same rate, in a random order of the chunks. In a shuffled file,
-        chunks are thus read one after another; in a file that is sorted by group, a chunk of each group is open at a
-        time, and compressed chunks are decoded for several windows: ``report().chunk_reads`` says how often. Sets of
-        samples of one group come from about the same chunks, and from a window if it has several sets of the group.
+        Chunks are read one after another, as far as the batches can be made of their samples: those of a group with few
+        samples in a chunk come from many chunks, and if the file is sorted by group, stratified batches need a chunk
+        of each group at a time. Compressed chunks are then decoded for several windows, and ``report().chunk_reads``
+        says for how many: with a larger ``window_chunks``, there are fewer. The other arguments limit the shuffle
+        further, as ``report`` says: samples that form a set are those of consecutive chunks of an epoch.
     groups_per_batch : int, optional
         Number of groups in a batch, each with ``batch_size / groups_per_batch`` samples, which follow each other: P
         classes with K samples each, for metric learning; or 1, so that all samples of a batch belong to one group. The
@@ -215,8 +216,9 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         than there are batches, others in each epoch: ``report().left_out``. With ``pad``, the last set of a group is
         filled up with other samples of the group.
     proportions : mapping of groups to numbers, or "equal", optional
-        The proportions of groups in each batch, relative to their sum, and 0 for groups to leave out. An epoch has as
-        many samples as the data set; samples of rare groups are repeated, as by ``weights``.
+        The proportions of groups in each batch, relative to their sum, and 0 for groups to leave out. Numbers of
+        samples are rounded up or down. An epoch has as many samples as the data set, and repeats those of rare groups,
+        as with ``weights``.
     controls : group or mapping, optional
         Each set of samples is followed by as many of its control group, so that a batch has ``groups_per_batch`` (1)
         groups with ``batch_size / groups_per_batch / 2`` samples and as many controls each. A group, which is the

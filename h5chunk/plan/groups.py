@@ -4,10 +4,11 @@ A set has ``set_samples`` samples of one group, and a batch has ``batch_sets`` s
 controls, a set has as many samples of the group's control group, after those of the group. In a stratified order, a set
 is one sample, and a batch has any number of sets of a group, in proportion to the sets of the group.
 
-Chunks are visited in random order, and each group draws its samples in this order of the chunks. All groups advance at
-the same rate. In a file that was shuffled, they are therefore all at about the same chunk; in a file that is sorted by
-group, a chunk of each group is open at a time. The sets of a window are drawn together, shuffled, and dealt to its
-batches. Sets that no batch can have, because it would have two sets of a group, are left out: others in each epoch.
+Chunks are visited in random order, and each group draws its samples in this order of the chunks. A window has the sets
+that the next chunks have, as far as its batches can have the right shares of the groups, or different groups. In a
+shuffled file, all groups are therefore at about the same chunk; in a file that is sorted by group, stratified batches
+keep a chunk of each group open. The sets of a window are shuffled, and dealt to its batches. Sets that no batch can
+have, because it would have two sets of a group, are left out: others in each epoch.
 
 Source: systematic sampling: Madow, "On the theory of systematic sampling" (1949). Dealing sets in turn to batches:
 McNaughton, "Scheduling with deadlines and loss functions" (1959). Exchanging sets between batches: Strona et al., "A
@@ -27,6 +28,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -47,6 +49,7 @@ from h5chunk.plan.permutation import (
 )
 from h5chunk.plan.selection import FixedSelection, starts_of_runs
 
+SLACK = 0.5  # default of `GroupSelection.slack` for the proportions of the data set
 SHARE = 1 << 30  # the unit of proportions, which are whole numbers so that rounding is exact
 
 
@@ -74,6 +77,7 @@ class Stream(NamedTuple):
     counts: Indices
     begins: Indices
     keys: Indices
+    arrivals: Indices  # the group of each draw, except of controls, in the order of the chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +97,9 @@ class GroupSelection:
     set_samples: int
     batch_sets: int
     stratified: bool
+    slack: float = (
+        0  # samples by which a group may be more or less frequent in the batches of a window, before rounding
+    )
     controls: Indices | None = None
     samples: Indices | None = None  # (n,): indices of the samples in the file; None: 0 to n - 1
 
@@ -137,7 +144,8 @@ class GroupSelection:
             shares = own_sizes
             if proportions is not None:
                 shares = np.maximum(1, np.rint(proportions[drawn] / proportions.sum() * SHARE)).astype(np.int64)
-            return cls(chunks, members, starts, shares, total, 1, batch_size, True)
+            slack = SLACK if proportions is None else 0.0
+            return cls(chunks, members, starts, shares, total, 1, batch_size, stratified=True, slack=slack)
         num_groups = len(drawn) if control_of is None else len(control_of)
         of_set = groups_per_batch * (1 if control_of is None else 2)
         if batch_size % of_set:
@@ -247,7 +255,17 @@ class GroupSelection:
         passes = -(-repeats // of_window)
         if not self.stratified and passes.max(initial=1) > 1:
             keys = _in_passes(keys, draws, np.maximum(1, passes))
-        return Stream(counts, np.cumsum(draws) - draws, keys)
+        num_own = int(draws[: len(counts)].sum())
+        turns = self._turns(seed, epoch, shuffle=shuffle)[self.chunks[keys[:num_own] % REPEAT]]
+        words = turns << 32 | np.repeat(np.arange(len(counts)), draws[: len(counts)])
+        return Stream(counts, np.cumsum(draws) - draws, keys, np.sort(words) & (1 << 32) - 1)
+
+    def _turns(self, seed: int, epoch: int, *, shuffle: bool) -> Indices:
+        """Return the position of each chunk in the order of an epoch."""
+        turns = np.arange(int(self.chunks[-1]) + 1)
+        if shuffle:
+            turns[permutation(len(turns), seed, stream=(CHUNKS, epoch, 0))] = np.arange(len(turns))
+        return turns
 
     def _drawn(self, seed: int, epoch: int, draws: Indices, *, shuffle: bool) -> Indices:
         """Return the keys of the samples of each group: (num_draws,) int64. All samples of a group are equally likely.
@@ -266,8 +284,7 @@ class GroupSelection:
     def _by_chunk(self, seed: int, epoch: int) -> Indices:
         """Return the members of each group in the order of the epoch's permutation of the chunks."""
         firsts, groups, chunks = self._runs
-        turns = np.empty(int(self.chunks[-1]) + 1, np.int64)
-        turns[permutation(len(turns), seed, stream=(CHUNKS, epoch, 0))] = np.arange(len(turns))
+        turns = self._turns(seed, epoch, shuffle=True)
         order = np.argsort(groups * len(turns) + turns[chunks])
         sizes = np.diff(firsts, append=len(self.members))[order]
         shifts = firsts[order] - (np.cumsum(sizes) - sizes)
@@ -356,14 +373,15 @@ class GroupOrder(Order):
 
     @cached_property
     def open_chunks(self) -> int:
-        """The estimated number of chunks that are partly read at a time: those of the windows in mid-epoch."""
-        stream = self._sets.stream(self.seed, self.epoch, shuffle=self.shuffle)
-        draws = np.diff(stream.begins, append=len(stream.keys))
-        sizes = np.minimum(draws, -(-draws * self.window_batches * self.batch_size // max(1, self.num_samples)))
-        firsts = stream.begins + (draws - sizes) // 2
-        middle = np.repeat(firsts - np.cumsum(sizes) + sizes, sizes) + np.arange(int(sizes.sum()))
-        chunks = len(np.unique(self._sets.chunks[self.numbers_of(stream.keys[middle])]))
-        return max(1, min(chunks * (1 if self.window_batches == 1 else self.interleave), self._sets.num_chunks))
+        """The estimated number of chunks that are partly read at a time: those of the windows of the second round."""
+        first = list(islice(self._chunks_of_windows(), 2 * self.interleave))
+        alternating = 1 if self.window_batches == 1 else self.interleave
+        return max(1, len(np.unique(np.concatenate([np.empty(0, np.int64), *first[-alternating:]]))))
+
+    def _chunks_of_windows(self) -> Iterator[Indices]:
+        """Yield the chunks from which each window reads."""
+        own = replace(self, selection=replace(self._sets, samples=None), epoch_samples=0)
+        return (np.unique(self._sets.chunks[window.samples]) for window in own.windows())
 
     @property
     def num_left_out(self) -> int:
@@ -372,8 +390,7 @@ class GroupOrder(Order):
 
     def chunk_reads(self) -> float:
         """Return the number of windows of this rank that read from each chunk, on average."""
-        own = replace(self, selection=replace(self._sets, samples=None), epoch_samples=0)
-        chunks = [np.unique(self._sets.chunks[window.samples]) for window in own.windows()]
+        chunks = list(self._chunks_of_windows())
         return sum(map(len, chunks)) / max(1, len(np.unique(np.concatenate(chunks))))
 
     def rounds(self) -> Iterator[Round]:
@@ -432,6 +449,8 @@ class _Dealer:
         smallest = max(1, min(order.window_batches // 2, order.num_batches)) * self._sets.batch_sets
         self._stream = self._sets.stream(order.seed, order.epoch, shuffle=order.shuffle, window_sets=smallest)
         self._left = self._stream.counts.copy()  # sets of each group that were not dealt yet
+        self._seen = np.zeros_like(self._left)  # draws of each group in the chunks up to the current one
+        self._num_seen = 0
         self._begins = self._stream.begins.copy()  # where the rest of each group begins in the stream
         self._num_dealt = 0  # windows of all ranks
 
@@ -443,22 +462,56 @@ class _Dealer:
         order, batch_sets = self._order, self._sets.batch_sets
         num_left = int(self._left.sum())
         if num_left < num_batches * batch_sets * order.world_size:
-            return self._grouped(num_left, 0)[0][order.rank :: order.world_size].reshape(1, -1)
+            return self._grouped(num_left)[0][order.rank :: order.world_size].reshape(1, -1)
         for rank in range(order.world_size):
             if rank == order.rank and wanted:
-                dealt = self._batches(num_batches, rank)
+                dealt = self._batches(num_batches)
             else:
-                self._advance(num_batches * batch_sets, rank)
+                self._advance(num_batches * batch_sets)
             self._num_dealt += 1
         return dealt if wanted else np.empty((0, 0), np.int64)
 
-    def _advance(self, num_sets: int, rank: int) -> tuple[Indices, Indices]:
-        """Take the next sets of all groups. Returns where each group begins in the stream, and its number of sets."""
-        counts = shared_out(self._left, num_sets, self._order.seed, (ADVANCE, self._order.epoch, self._num_dealt))
+    def _advance(self, num_sets: int) -> tuple[Indices, Indices]:
+        """Take the sets of a window. Returns where each group begins in the stream, and its number of sets."""
+        own, arrivals = self._stream.counts, self._stream.arrivals
+        fewest, most = self._bounds(num_sets)
+        while True:
+            in_chunks = self._seen // self._sets.set_samples - (own - self._left)
+            counts = np.clip(in_chunks, fewest, most)
+            excess = int(counts.sum()) - num_sets
+            if excess >= 0 or self._num_seen == len(arrivals):
+                break
+            ahead = max(-excess, num_sets // 16, 1) * self._sets.set_samples
+            self._seen += np.bincount(arrivals[self._num_seen : self._num_seen + ahead], minlength=len(own))
+            self._num_seen = min(self._num_seen + ahead, len(arrivals))
+        if excess:
+            counts -= shared_out(
+                counts - fewest, excess, self._order.seed, (ADVANCE, self._order.epoch, self._num_dealt)
+            )
         begins = self._begins.copy()
         self._left -= counts
         self._begins += self._sets._draws(counts)
         return begins, counts
+
+    def _bounds(self, num_sets: int) -> tuple[Indices, Indices]:
+        """Return the smallest and largest number of sets of each group in a window, so that later windows are possible.
+
+        Always possible is the number that has the same share of the window as of all sets that are left.
+        """
+        left, sets = self._left, self._sets
+        num_left = int(left.sum())
+        num_batches, later = num_sets / sets.batch_sets, (num_left - num_sets) / sets.batch_sets
+        same_share = left * (num_sets / num_left)
+        if sets.stratified:
+            share = self._stream.counts / sets.num_sets
+            expected, surplus = share * num_sets, left - share * num_left  # a surplus has to be used up later
+            fewest = expected + np.maximum(-sets.slack * num_batches, surplus - sets.slack * later)
+            most = expected + np.minimum(sets.slack * num_batches, surplus + sets.slack * later)
+        else:  # at most one set in a batch
+            fewest, most = left - later, np.full(len(left), num_batches)
+        least = np.maximum(np.minimum(np.ceil(fewest), np.floor(same_share)), 0)
+        most = np.minimum(np.maximum(np.floor(most), np.ceil(same_share)), left)
+        return least.astype(np.int64), most.astype(np.int64)
 
     def _bits(self, size: int, stream: int) -> np.ndarray:
         """Return random words, or ascending ones if samples are not shuffled: (size,) uint64."""
@@ -467,9 +520,9 @@ class _Dealer:
             return np.asarray(np.arange(size, dtype=np.uint64) << np.uint64(64 - max(1, size).bit_length()))
         return random_bits(size, order.seed, (DEAL, order.epoch, self._num_dealt), stream)
 
-    def _grouped(self, num_sets: int, rank: int) -> tuple[Indices, Indices]:
+    def _grouped(self, num_sets: int) -> tuple[Indices, Indices]:
         """Return the next sets, (num_sets, set_samples), group by group in random order, and the group of each set."""
-        begins, counts = self._advance(num_sets, rank)
+        begins, counts = self._advance(num_sets)
         groups = np.flatnonzero(counts)
         groups = groups[sorted_order(self._bits(len(groups), 0))]
         keys = self._shuffled(begins[groups], counts[groups], 1)
@@ -503,10 +556,10 @@ class _Dealer:
         sets[np.repeat(firsts, sizes) + number * set_samples + place] = keys[sorted_order(words >> group_bits | groups)]
         return sets.reshape(-1, set_samples)
 
-    def _batches(self, num_batches: int, rank: int) -> Indices:
+    def _batches(self, num_batches: int) -> Indices:
         """Return the batches of a window: (num_batches, batch_size)."""
         num_sets = num_batches * self._sets.batch_sets
-        sets, groups = self._grouped(num_sets, rank)
+        sets, groups = self._grouped(num_sets)
         # the sets of a group follow each other, and are dealt to different batches
         grid = np.arange(num_sets).reshape(self._sets.batch_sets, num_batches).T
         grid = grid[sorted_order(self._bits(num_batches, 3))]

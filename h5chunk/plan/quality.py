@@ -36,8 +36,8 @@ class OrderReport:
         Number of samples of the data set that an epoch leaves out, because of batches by group.
     chunk_reads : float, optional
         For batches by group: the number of windows that read from each chunk, on average, on this rank. If chunks are
-        compressed, each of these windows decodes the chunk. It is about 1 if the file is shuffled, and above 1 if it is
-        sorted, so that the batches need samples of many chunks.
+        compressed, each of these windows decodes the chunk. It is larger if a batch needs more samples of a group than
+        a few chunks have, or if the file is sorted by group; and smaller with a larger ``window_chunks``.
     """
 
     batches: int

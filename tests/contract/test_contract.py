@@ -344,6 +344,22 @@ def test_where(made: Made) -> None:
 
 
 @feature
+def test_groups(made: Made) -> None:
+    dataset = made.open()
+    groups = np.arange(len(dataset)) // 2 % 3
+
+    def sampler() -> Any:
+        return h5chunk.ChunkSampler(dataset, BATCH, groups=groups, groups_per_batch=2, seed=3)
+
+    batches = list(sampler())
+    assert all(len(set(groups[batch])) == 2 for batch in batches)
+    made.check_epoch(dataset, DataLoader(dataset, batch_sampler=sampler()), batches)
+    if "loader" not in made.kind.empty:
+        with h5chunk.ChunkLoader(dataset, batch_sampler=sampler()) as loader:
+            made.check_epoch(dataset, loader, batches)
+
+
+@feature
 def test_values(made: Made) -> None:
     dataset, single = made.open(), made.kind.single
     at = dataset.fields.index(single)

@@ -281,18 +281,13 @@ def test_other_kinds_of_samples(tmp_path):
 @settings(max_examples=300, deadline=None)
 def test_any_groups(codes, chunk, num_sets, set_samples, ranks, window, interleave, pad, shuffle, epoch):
     names, codes = np.unique(codes, return_inverse=True)
-    chunks, size = np.arange(len(codes)) // chunk, num_sets * set_samples
-    for per_batch in (None, num_sets):
+    chunks = np.arange(len(codes)) // chunk
+    for per_batch, controls in ((None, None), (num_sets, None), (num_sets, np.zeros(len(names), np.int64))):
+        each_set = set_samples * (1 if controls is None else 2)
+        size = num_sets * each_set
+        options = {"names": names.tolist(), "batch_size": size, "world_size": ranks, "pad": pad}
         try:
-            selection = GroupSelection.of(
-                codes,
-                chunks,
-                names=names.tolist(),
-                batch_size=size,
-                groups_per_batch=per_batch,
-                world_size=ranks,
-                pad=pad,
-            )
+            selection = GroupSelection.of(codes, chunks, groups_per_batch=per_batch, controls=controls, **options)
         except OptionError:
             continue
         orders = [
@@ -311,10 +306,17 @@ def test_any_groups(codes, chunk, num_sets, set_samples, ranks, window, interlea
             assert [each.tolist() for each in order.keys(start)] == own[start:]
             for joined in order.windows(start, interleave):
                 assert (joined.samples[joined.destinations] == joined.rows).all()
-        if per_batch:
-            sets = codes[np.array([key % REPEAT for key in drawn])].reshape(-1, num_sets, set_samples)
-            assert (sets == sets[:, :, :1]).all()
-            assert all(len(set(batch)) == num_sets for batch in sets[:, :, 0].tolist())
-            assert pad or len(set(drawn)) == len({key % REPEAT for key in drawn})
-        elif not pad:
-            assert sorted(drawn) == list(range(len(codes)))
+        numbers = np.array(drawn) % REPEAT
+        if per_batch is None:
+            shares = np.bincount(numbers, minlength=len(codes)) @ np.eye(len(names))[codes] / len(numbers)
+            for batch in chain(*keys):
+                counts = np.bincount(codes[np.array(batch, np.int64) % REPEAT], minlength=len(names))
+                assert len(batch) < size or (np.abs(counts - shares * size) < 2).all()
+            assert pad or sorted(drawn) == list(range(len(codes)))
+            continue
+        sets = numbers.reshape(-1, num_sets, each_set)
+        own, matched = sets[:, :, :set_samples], sets[:, :, set_samples:]
+        assert (codes[own] == codes[own][:, :, :1]).all() and (codes[matched] == 0).all()
+        assert all(len(set(batch)) == num_sets for batch in codes[own][:, :, 0].tolist())
+        assert pad or len(np.unique(own)) == own.size
+        assert pad or all(len(set(each)) == len(each) for each in chain(*matched.tolist()))
