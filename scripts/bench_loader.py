@@ -21,10 +21,10 @@ speedup of ChunkLoader, without and with ``reuse=True``; and the seconds from co
 limits are the fastest methods in `peers/limits.py`. ``--json FILE`` writes the results of all rounds, with settings,
 versions and machine.
 
-``--ways`` measures only ChunkLoader, in the same rounds: as one of several ranks, with lanes, saving a state with each
-batch, and resumed in the middle of an epoch. Each variant is compared with the plain loader, in images/s and in images
-per second of processor time, which other processes disturb less. The resumed loader is also compared with a loader that
-starts from the beginning.
+``--ways`` measures only ChunkLoader, in the same rounds: as one of several ranks, with lanes, with a random permutation
+as lists of sample numbers, saving a state with each batch, and resumed in the middle of an epoch. Each variant is
+compared with the plain loader, in images/s and in images per second of processor time, which other processes disturb
+less. The resumed loader is also compared with a loader that starts from the beginning.
 
 The peers need ``pip install mosaicml-streaming litdata webdataset datasets tensorstore lmdb``. FFCV 1.0.2 is compiled:
 it needs libopencv-dev, libturbojpeg0-dev, pkg-config and g++, numba, opencv-python-headless, pytorch-pfn-extras,
@@ -273,8 +273,9 @@ def cpu_name() -> str:
 
 def chosen(args: argparse.Namespace, size: int) -> list[tuple[str, str, str, dict]]:
     """Return (name, module, label, settings) of all contenders to run."""
-    if args.ways:
-        return [(name, "ours", label, settings) for name, (label, settings, _) in WAYS.items()]
+    if args.ways is not None:
+        ways = {name: WAYS[name] for name in args.ways or WAYS}
+        return [(name, "ours", label, settings) for name, (label, settings, _) in ways.items()]
     rows = []
     limits = [] if args.no_limits else [*REUSED_WAYS, *FRESH_WAYS]
     for way in limits:
@@ -320,7 +321,7 @@ def run_size(size: int, args: argparse.Namespace) -> dict[str, Any]:
     finally:
         for contender in contenders:
             contender.close()
-    (print_ways if args.ways else print_table)(source, contenders)
+    (print_table if args.ways is None else print_ways)(source, contenders)
     return report(source, contenders)
 
 
@@ -340,7 +341,8 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=[name for name in CONTENDERS if not name.startswith("ours")])
     parser.add_argument("--python", type=interpreter, action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--tune", nargs="+", choices=CONTENDERS, help="time all listed settings of these peers")
-    parser.add_argument("--ways", action="store_true", help="time only ChunkLoader, in all ways of using it")
+    ways = {"nargs": "*", "choices": WAYS, "metavar": "WAY", "help": "time only ChunkLoader, in these ways or in all"}
+    parser.add_argument("--ways", **ways)
     parser.add_argument("--no-limits", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -236,7 +236,8 @@ class WindowStream:
         source = self._source
         layouts, num_samples = source.layouts, plan.window_samples
         if source.device.type == "cpu":
-            memory = None if self._lends_slot or source.has_frames else BatchMemory(KEPT * len(layouts))
+            kept = KEPT if plan.order.is_pure else plan.num_slots  # no window is read ahead at the end of an epoch
+            memory = None if self._lends_slot or source.has_frames else BatchMemory(kept * len(layouts))
             gathered = BatchMemory(KEPT * len(layouts))
             for _ in range(plan.num_slots):
                 yield CpuSlot(layouts, num_samples, memory, gathered)

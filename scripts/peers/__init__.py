@@ -157,6 +157,7 @@ WAYS = {  # for one loader: name, label, settings, and the row that it is compar
     "alone": ("rank 0 of 1", {"way": "alone"}, "plain"),
     "lanes": ("4 lanes, on one rank", {"way": "lanes"}, "plain"),
     "rank": ("rank 1 of 2, its half", {"way": "rank"}, "plain"),
+    "lists": ("a random permutation as lists", {"way": "lists"}, "plain"),
     "saved": ("state_dict() with each batch", {"way": "saved"}, "plain"),
     "begun": ("started anew, first half", {"way": "begun"}, ""),
     "resumed": ("resumed from a state, second half", {"way": "resumed"}, "begun"),

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from make_packed import spec_of
+from torch.utils.data import BatchSampler, RandomSampler
 
 import h5chunk
 from h5chunk.store.format.spec import GROUP
@@ -22,6 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {  # ways to run an epoch that should not be s
     "alone": {"rank": 0, "world_size": 1},
     "lanes": {"rank": 0, "world_size": 1, "lanes": 4},
     "rank": {"rank": 1, "world_size": 2, "lanes": 2},
+    "lists": {},  # a random permutation, as lists of torch's BatchSampler
     "saved": {},  # saves a state with each batch
     "begun": {},  # the first half of an epoch, with new threads
     "resumed": {},  # the second half, with new threads
@@ -59,8 +62,12 @@ class Contender:
     def __init__(
         self, source: Source, path: Path, batch_size: int, memory: str = "fresh", way: str = "plain", **options: Any
     ) -> None:
-        options |= WAYS[way]
-        self.loader = h5chunk.ChunkLoader(path, batch_size, seed=source.seed, reuse=memory == REUSED, **options)
+        order: dict[str, Any] = {"batch_size": batch_size, "seed": source.seed}
+        if way == "lists":
+            generator = torch.Generator().manual_seed(source.seed)
+            samples = RandomSampler(range(source.count), generator=generator)
+            order = {"batch_sampler": BatchSampler(samples, batch_size, drop_last=False)}
+        self.loader = h5chunk.ChunkLoader(path, **order, reuse=memory == REUSED, **options, **WAYS[way])
         self._way, self.is_part = way, way in PARTS
 
     def epoch(self, number: int) -> Iterator[Batch]:

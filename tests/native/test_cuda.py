@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.faults import small, watch
-from support.foreign import values
+from support.foreign import make_file, values
 from support.leftovers import nothing_is_left
 from support.loader_files import N, epoch_of, path
 from support.matrices import random_matrix, write
@@ -190,6 +190,32 @@ def test_the_device_is_that_of_the_construction(device: Driver, path: Path, monk
     with ChunkLoader(path, 16, device="cuda", resident=False) as loader:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         assert f"to cuda:1: {len(loader)} batches" in repr(loader)
+
+
+@pytest.mark.parametrize("is_matrix", [False, True])
+def test_batches_of_the_user_that_are_larger_than_all_before(
+    device: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_matrix: bool
+) -> None:
+    """The memory of the slots becomes larger, after late copies from and to it."""
+    small(monkeypatch, whole_bytes=0)
+    monkeypatch.setattr("h5chunk.feed.budget.GROUP_BYTES", 400)
+    file, dense = tmp_path / "some.h5", values((500, 20), np.uint8)
+    if is_matrix:
+        matrix = random_matrix(500, 20, 4)
+        file, dense = write(file, matrix), matrix.toarray()
+    else:
+        make_file(file, images=(dense, {"chunks": (10, 20)}), labels=(np.arange(500), {}))
+    random = np.random.default_rng(0)
+    sizes = [*random.integers(1, 10, 30), 40, *random.integers(1, 60, 30), 700, 3]
+    lists = [random.integers(0, 500, size).tolist() for size in sizes]
+    device.copy_late(on=True)
+    grown: list[int] = []
+    watch(monkeypatch, "feed.stream.WindowStream._grow", before=lambda *_: grown.append(1), note=False)
+    with ChunkLoader(file, batch_sampler=lists, device="cuda") as loader:
+        for _ in range(2):
+            for batch, numbers in zip(loader, lists, strict=True):
+                np.testing.assert_array_equal(batch[0], dense[numbers])
+    assert len(grown) >= 3
 
 
 @pytest.mark.parametrize("num_pinned", [1, 2, 4])
