@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -174,7 +175,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         Leave out the last batch if it is not full, on all ranks.
     pad : bool
         Fill up the last batch, on all ranks, with samples from the beginning of the epoch. Without ``drop_last`` and
-        ``pad``, every sample is used once; the last batch may then be one sample larger on some ranks, or be empty.
+        ``pad``, every sample is used once; the last batch may then be one sample larger on some ranks, or be empty,
+        of which a warning tells.
     lanes, rank, world_size : int, optional
         The position of this process among several training processes. Default: that of torch.distributed if it is
         initialised, and one lane per rank. All ranks have the same number of batches, of ``batch_size`` samples, and
@@ -312,6 +314,12 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             order = replace(order, interleave=choose_interleave(order.window_chunks * reader.chunk_bytes))
             if window_chunks is not None or reader.header is None or not reader.header.shuffled:
                 order = with_full_windows(order)  # even if only a few windows of that size fit in an epoch
+        if kind is Order and order.rank == 0 and (num_idle := order.num_idle_ranks):
+            warnings.warn(
+                f"the last batch of each epoch is empty on {num_idle} of {order.world_size} ranks: pass drop_last=True "
+                "or pad=True, or another batch_size",
+                stacklevel=2,
+            )
         self._set(dataset, order, weights, rank, chooses_window=window_chunks is None)
 
     @classmethod

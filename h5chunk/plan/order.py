@@ -207,6 +207,13 @@ class Order:
         return self.num_samples // together if self.drop_last else math.ceil(self.num_samples / together)
 
     @property
+    def num_idle_ranks(self) -> int:
+        """Number of ranks whose last batch is empty."""
+        lanes = np.array([self._lane(number).num_samples for number in range(self.lanes)])
+        num_samples = lanes.reshape(self.world_size, -1).sum(axis=1)  # of each rank
+        return 0 if self.pad else int((num_samples <= (self.num_batches - 1) * self.batch_size).sum())
+
+    @property
     def settings(self) -> dict[str, int]:
         """See `Epoch.settings`."""
         return {

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import time
+import warnings
+from dataclasses import replace
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,7 @@ def test_without_torch_distributed():
 
 
 @pytest.mark.filterwarnings("ignore:field .* is read through h5py")
+@pytest.mark.filterwarnings("ignore:the last batch of each epoch is empty")
 @pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("reader", ["direct", "h5py"])
 @pytest.mark.parametrize("kind", ["plain", "gzip", "dense", "csr"])
@@ -105,6 +108,33 @@ def test_ranks_without_samples_in_their_last_batch(path, tmp_path, kind, reader,
         with ChunkLoader(**order, **options) as loader:
             sizes.append([[len(batch[0]) for batch in loader] for _ in range(2)])
     assert sizes == [[[3] * 4 + [1]] * 2] * 11 + [[[3] * 4 + [0]] * 2] * 5
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("world_size", [2, 5, 16])
+def test_an_empty_last_batch_warns(path, world_size, lanes):
+    """In every case in which it is empty, and in no other."""
+    dataset, size, seen = ChunkDataset(path), 2 * lanes, set()
+    for count in range(N - 4 * world_size * lanes, N + 1, 3):
+        options = {"lanes": world_size * lanes, "world_size": world_size, "rank": 0}
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            order = ChunkSampler(dataset.subset(range(count)), size, **options).order
+        last = [list(replace(order, rank=rank).keys())[-1] for rank in range(world_size)]
+        empty = sum(not len(keys) for keys in last)
+        assert [str(each.message).split(":")[0] for each in found] == [
+            f"the last batch of each epoch is empty on {empty} of {world_size} ranks"
+        ] * (empty > 0)
+        seen.add(empty > 0)
+    assert seen == {True, False}
+
+
+def test_who_hears_of_an_empty_last_batch(path):
+    dataset = ChunkDataset(path)  # of 203 samples
+    with pytest.warns(UserWarning, match="empty on 5 of 16 ranks: pass drop_last=True or pad=True, or another"):
+        ChunkSampler(dataset, 3, rank=0, world_size=16)
+    for options in ({"rank": 1}, {"rank": 0, "pad": True}, {"rank": 0, "drop_last": True}):
+        ChunkSampler(dataset, 3, world_size=16, **options)
 
 
 def test_a_dataloader_without_samples_in_its_last_batch(path):
@@ -226,6 +256,7 @@ def test_locality_resumes_on_another_number_of_ranks_and_nodes(path, monkeypatch
         local_ranks(path, 2, state, locality="node")
 
 
+@pytest.mark.filterwarnings("ignore:the last batch of each epoch is empty")
 @pytest.mark.parametrize("weighted", [False, True])
 def test_locality_of_a_selection(path, weighted):
     """A node has the chunks of earlier epochs, but for those where the parts of two nodes meet."""

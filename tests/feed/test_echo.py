@@ -375,6 +375,7 @@ def test_each_echo_is_transformed_anew(path):
         assert sum(len(batch[0]) for batch in loader) == sum(calls) == 3 * N
 
 
+@pytest.mark.filterwarnings("ignore:the last batch of each epoch is empty")
 @pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("num_samples", [1, 5])
 def test_a_rank_without_samples_has_empty_echoes(path, num_samples, resident):

@@ -347,6 +347,7 @@ def test_stateful_dataloader_after_an_epoch_that_was_left(path):
 # Other numbers of processes
 
 
+@pytest.mark.filterwarnings("ignore:the last batch of each epoch is empty")
 @pytest.mark.parametrize("tail", ["drop_last", "pad", None])
 @pytest.mark.parametrize("kind", ["sampler", "loader"])
 def test_another_world_size_goes_on(path, kind, tail):
