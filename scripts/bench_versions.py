@@ -101,6 +101,9 @@ VOLUMES, KEYED = ("volumes.h5", "volumes-gzip.h5"), ("keyed.h5", "keyed-gzip.h5"
 
 
 def make_files(folder: Path, scale: float) -> None:
+    def scaled(count: int) -> int:
+        return max(64, int(count * scale))
+
     random = np.random.default_rng(0)
     for name, (count, side, options) in IMAGES.items():
         if options.pop("lz4", False):
@@ -109,11 +112,11 @@ def make_files(folder: Path, scale: float) -> None:
             except ImportError:
                 continue
             options |= hdf5plugin.LZ4()
-        make_images(folder / name, int(count * scale), side, options, random)
+        make_images(folder / name, scaled(count), side, options, random)
     (folder / "shards").mkdir()
     for number in range(8):
-        make_images(folder / f"shards/{number}.h5", int(20_000 * scale), 32, {"chunks": (64, 3, 32, 32)}, random)
-    count = int(50_000 * scale)
+        make_images(folder / f"shards/{number}.h5", scaled(20_000), 32, {"chunks": (64, 3, 32, 32)}, random)
+    count = scaled(50_000)
     lengths = random.integers(20, 600, count)
     starts = np.append(0, np.cumsum(lengths))
     columns = np.concatenate([np.sort(random.choice(20_000, length, replace=False)) for length in lengths]).astype("i4")
@@ -126,9 +129,11 @@ def make_files(folder: Path, scale: float) -> None:
             group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (count, 20_000)})
             group["indptr"] = starts
             for name, values in (("indices", columns), ("data", entries)):
-                group.create_dataset(name, data=values, **({"chunks": (65_536,), **options} if options else {}))
+                group.create_dataset(
+                    name, data=values, **({"chunks": (min(65_536, len(values)),), **options} if options else {})
+                )
         with h5py.File(folder / f"rows{suffix}.h5", "w") as file:
-            dense = random.random((int(20_000 * scale), 2000), "f4") * (random.random((1, 2000)) < 0.1)
+            dense = random.random((scaled(20_000), 2000), "f4") * (random.random((1, 2000)) < 0.1)
             file.create_dataset("X", data=dense, chunks=(64, 2000), **options)
             file["labels"] = np.arange(len(dense))
         with h5py.File(folder / f"volumes{suffix}.h5", "w") as file:
@@ -136,7 +141,7 @@ def make_files(folder: Path, scale: float) -> None:
                 values = random.integers(0, 8, (256, max(64, int(512 * scale) // 64 * 64), 512), np.uint8)
                 file.create_dataset(f"{number}/raw", data=values, chunks=(64, 64, 64), **options)
         with h5py.File(folder / f"keyed{suffix}.h5", "w") as file:
-            for number in range(int(20_000 * scale)):
+            for number in range(scaled(20_000)):
                 group = file.create_group(f"traces/{number:07}")
                 group.create_dataset("data", data=random.normal(size=256).astype("f4"), **options)
                 group.attrs["magnitude"] = number / 4
