@@ -76,6 +76,18 @@ def test_stratified_batches_have_the_proportions_of_the_data_set(dataset):
     assert worst[0] <= 0.05 < worst[1]
 
 
+def test_stratified_batches_of_a_sorted_file():
+    codes = np.repeat(np.arange(4), [1000, 500, 3000, 1500])
+    options = {"names": [*range(4)], "batch_size": 20}
+    selection = GroupSelection.of(codes, np.arange(6000) // 500, **options)
+    counts = [np.bincount(codes[batch], minlength=4) for batch in
+              GroupOrder(6000, 500, 20, 1, interleave=1, selection=selection).batches()]  # fmt: skip
+    assert np.abs(np.array(counts) - np.bincount(codes) / 300).max() < 1.6
+    exact = GroupSelection.of(codes, np.arange(6000) // 500, proportions=np.array([5.0, 5, 5, 5]), **options)
+    for batch in GroupOrder(6000, 500, 20, 1, interleave=1, selection=exact).batches():
+        assert np.bincount(codes[batch]).tolist() == [5, 5, 5, 5]
+
+
 def test_given_proportions_repeat_rare_groups(dataset):
     shares = {0: 1, 1: 1, 2: 0, 3: 1, 4: 2}
     sampler = ChunkSampler(dataset, 20, groups="label", proportions=shares)

@@ -43,6 +43,7 @@ def path(tmp_path):
         ("label not in (1, 2) or is_good", ~np.isin(LABEL, [1, 2]) | IS_GOOD),
         ("1 < quality <= 3 != label", (QUALITY > 1) & (QUALITY <= 3) & (LABEL != 3)),
         ("label - 3 == -2", LABEL == 1),  # uint8 would wrap around
+        ("label * label * label * label == 256", LABEL == 4),
         ("-label * 2 + 1 < -3 and not (site == 'site1')", (LABEL > 2) & (NAMES != "site1")),
         ("site in ['site0', 'site2'] and label % 2 == 1", np.isin(NAMES, ["site0", "site2"]) & (LABEL % 2 == 1)),
         ("site > 'site0'", NAMES > "site0"),
