@@ -322,8 +322,8 @@ class ChunkLoader(Resumable):
 
         The ratio is above 1 if chunks that must be read completely, because they are compressed or small, contain
         samples that a subset or weights do not select. It is below 1 if samples are repeated. Fields that are kept in
-        memory, and repeated reads for ``checksums``, are not counted, nor chunks that are decoded for several windows of
-        batches by group: see ``chunk_reads`` of `ChunkSampler.report`.
+        memory, and repeated reads for ``checksums``, are not counted. Nor are chunks that batches by group need in
+        several windows: see ``chunk_reads`` of `ChunkSampler.report`.
         """
         return self._source.read_amplification(self.order)
 
