@@ -226,8 +226,11 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("transform", "target_transform") and value is not None and not _has_own_getitem(type(self)):
-            raise OptionError(f"{name} would never be called: {OTHER_TRANSFORMS}")
+        if name in ("transform", "target_transform") and not _has_own_getitem(type(self)):
+            if name == "target_transform" and value is not None:
+                raise OptionError(f"{name} would never be called: {OTHER_TRANSFORMS}")
+            if name == "transform":  # which timm's create_loader, for example, assigns to any data set
+                name = "transforms"
         super().__setattr__(name, value)
 
     @property
