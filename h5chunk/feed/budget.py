@@ -149,7 +149,7 @@ def _uses(dataset: ChunkDataset, num_samples: int, order: Epoch) -> Uses:
     counts[slice(None) if dataset.subset_samples is None else dataset.subset_samples] = max_uses
     if order.pad:  # a short lane repeats its samples, maybe several times
         counts *= 1 + math.ceil(order.lane_batch / max(1, order.num_samples // order.lanes))
-    return Uses(counts, lanes)
+    return Uses(counts, lanes, order.by_chunk)
 
 
 def _field_readers(source: Source, way: str) -> tuple[dict[str, FieldReader], dict[str, str]]:

@@ -107,9 +107,9 @@ Layouts = Mapping[str, Any]  # `FieldLayout`, `MatrixLayout`, or `h5chunk.feed.f
 class Uses(NamedTuple):
     """How an epoch uses samples, which limits the windows.
 
-    ``counts``, (num_samples,) int64, is the maximum number of times that an epoch uses each sample. None means that
-    each sample is used once, chunk by chunk, in ``lanes`` lanes per rank; or, unless ``by_chunk``, any number of times
-    and in any order.
+    ``counts``, (num_samples,) int64, is the maximum number of times that an epoch uses each sample. None means once,
+    or, unless ``by_chunk``, any number of times. ``by_chunk`` means chunk by chunk, in ``lanes`` lanes per rank, and
+    otherwise in any order.
     """
 
     counts: np.ndarray | None = None
@@ -149,13 +149,12 @@ def ragged_layout(reader: Source, field: RaggedField, uses: Uses = ONCE) -> Matr
     Raise `FieldError` if torch does not support the dtype of the matrix, and `FileError` if the matrix is damaged.
     """
     where, indptr = f"{printable(reader.path)}: {field.name!r}", reader.indptr_of(field.name)
-    if not uses.by_chunk:
-        longest = int(np.diff(indptr).max(initial=0))
-        max_entries: Callable[[int], int] = partial(mul, longest)
-    elif uses.counts is None:  # the order's chunks are those of the main field
+    if uses.counts is not None:
+        max_entries: Callable[[int], int] = entries_of_rows(np.diff(indptr), uses.counts)
+    elif uses.by_chunk:  # the order's chunks are those of the main field
         max_entries = entries_of_chunks(fullest_chunks(indptr, reader.chunk_samples), reader.chunk_samples, uses.lanes)
     else:
-        max_entries = entries_of_rows(np.diff(indptr), uses.counts)
+        max_entries = partial(mul, int(np.diff(indptr).max(initial=0)))
     if isinstance(field, SeriesField):
         values = torch_dtype(field.dtype, field.name)
         assert values is not None

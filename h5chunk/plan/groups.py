@@ -225,13 +225,10 @@ class GroupSelection:
 
     @property
     def max_draws(self) -> Indices:
-        """The largest number of times that an epoch may draw each sample, (n,) int64; at least 2 for members.
-
-        With 1, windows would be expected to have whole chunks.
-        """
-        sets = np.minimum(-(-self.shares * self.num_sets // self.shares.sum()) + 1, self.num_sets)
+        """The largest number of times that an epoch may draw each sample: (n,) int64."""
+        sets = -(-self.shares * self.num_sets // self.shares.sum())
         sizes, most = np.diff(self.starts), np.zeros(len(self.chunks), np.int64)
-        most[self.members] = np.repeat(np.maximum(2, -(-self._draws(sets) // np.maximum(1, sizes))), sizes)
+        most[self.members] = np.repeat(-(-self._draws(sets) // np.maximum(1, sizes)), sizes)
         return most
 
     def resolve(self, seed: int, epoch: int) -> FixedSelection:
@@ -348,6 +345,7 @@ class GroupOrder(Order):
     There is one lane per rank. Consecutive windows of sets belong to different ranks in turn.
     """
 
+    by_chunk: ClassVar[bool] = False
     without_echo: ClassVar[str] = "batches by group"
 
     def __post_init__(self) -> None:

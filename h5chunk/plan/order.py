@@ -148,6 +148,7 @@ class Order:
 
     is_pure: ClassVar[bool] = True
     has_equal_batches: ClassVar[bool] = True
+    by_chunk: ClassVar[bool] = True  # whether windows have the samples of whole chunks, except at their borders
     without_echo: ClassVar[str] = ""  # what the batches are, if they cannot be repeated
     replan: ClassVar[None] = None
 
