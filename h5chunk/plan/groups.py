@@ -97,9 +97,7 @@ class GroupSelection:
     set_samples: int
     batch_sets: int
     stratified: bool
-    slack: float = (
-        0  # samples by which a group may be more or less frequent in the batches of a window, before rounding
-    )
+    slack: float = 0.0  # samples by which the share of a group may differ in the batches of a window, before rounding
     controls: Indices | None = None
     samples: Indices | None = None  # (n,): indices of the samples in the file; None: 0 to n - 1
 
@@ -137,58 +135,29 @@ class GroupSelection:
         order = np.argsort(number[codes], kind="stable")
         starts = np.concatenate(([0], np.cumsum(sizes[drawn])))
         members, own_sizes = order[: starts[-1]], sizes[drawn]
-        together = batch_size * world_size
         if groups_per_batch is None:
-            total = len(codes) if proportions is not None else len(members)
+            together, total = batch_size * world_size, len(codes) if proportions is not None else len(members)
             total = total // together * together if drop_last else -(-total // together) * together if pad else total
-            shares = own_sizes
-            if proportions is not None:
-                shares = np.maximum(1, np.rint(proportions[drawn] / proportions.sum() * SHARE)).astype(np.int64)
-            slack = SLACK if proportions is None else 0.0
-            return cls(chunks, members, starts, shares, total, 1, batch_size, stratified=True, slack=slack)
+            if proportions is None:
+                return cls(chunks, members, starts, own_sizes, total, 1, batch_size, stratified=True, slack=SLACK)
+            shares = np.maximum(1, np.rint(proportions[drawn] / proportions.sum() * SHARE)).astype(np.int64)
+            return cls(chunks, members, starts, shares, total, 1, batch_size, stratified=True)
         num_groups = len(drawn) if control_of is None else len(control_of)
-        of_set = groups_per_batch * (1 if control_of is None else 2)
-        if batch_size % of_set:
-            what = "groups" if control_of is None else "groups and their controls"
-            raise OptionError(
-                f"batch_size is {batch_size}, which is not a multiple of the {of_set} {what} in a batch: pass a "
-                "multiple, or other groups_per_batch"
+        set_samples = _set_samples(batch_size, groups_per_batch, num_groups, has_controls=control_of is not None)
+        if not pad:
+            used = np.append(np.arange(num_groups), [] if control_of is None else np.unique(control_of)).astype(
+                np.int64
             )
-        if groups_per_batch > num_groups:
-            raise OptionError(
-                f"groups_per_batch is {groups_per_batch}, but there are {count_text(num_groups, 'group')}: pass at "
-                f"most {num_groups}"
-            )
-        set_samples = batch_size // of_set
-        used = np.arange(len(drawn)) < num_groups
-        if control_of is not None:
-            used[control_of] = True
-        small = [names[group] for group in drawn[used & (own_sizes < set_samples)].tolist()]
-        if small and not pad:
-            size = int(sizes[names.index(small[0])])
-            raise OptionError(
-                f"group {small[0]!r} has {count_text(size, 'sample')}, but a batch needs {set_samples} of a group "
-                f"({count_text(len(small), 'group')} too small: {names_text(small)}): pass pad=True to repeat samples, "
-                "a smaller batch_size, more groups_per_batch, or leave the groups out by dataset.where"
-            )
-        sets = own_sizes[:num_groups] // set_samples
-        sets = -(-own_sizes[:num_groups] // set_samples) if pad else sets
+            _check_sizes([names[group] for group in drawn[used].tolist()], own_sizes[used], set_samples)
+        sets = (own_sizes[:num_groups] + (set_samples - 1 if pad else 0)) // set_samples
         num_batches = _most_batches(sets, groups_per_batch) // world_size * world_size
         if not num_batches:
             raise OptionError(
                 f"the samples do not suffice for a batch on each of {world_size} ranks: pass a smaller batch_size"
             )
-        return cls(
-            chunks,
-            members,
-            starts,
-            np.minimum(sets, num_batches),
-            num_batches * groups_per_batch,
-            set_samples,
-            groups_per_batch,
-            stratified=False,
-            controls=control_of,
-        )
+        numbers = num_batches * groups_per_batch, set_samples, groups_per_batch
+        shares = np.minimum(sets, num_batches)
+        return cls(chunks, members, starts, shares, *numbers, stratified=False, controls=control_of)
 
     def __len__(self) -> int:
         return self.num_sets * self.samples_of_set
@@ -326,6 +295,34 @@ def _in_passes(keys: Indices, sizes: Indices, passes: Indices) -> Indices:
     arranged = np.empty_like(keys)
     arranged[begins + number * (size // count) + np.minimum(number, size % count) + turn] = keys
     return arranged
+
+
+def _set_samples(batch_size: int, groups_per_batch: int, num_groups: int, *, has_controls: bool) -> int:
+    """Return the number of samples of a set, without controls. Raise OptionError if batches do not consist of sets."""
+    num_parts = groups_per_batch * (2 if has_controls else 1)
+    if batch_size % num_parts:
+        what = "groups and their controls" if has_controls else "groups"
+        raise OptionError(
+            f"batch_size is {batch_size}, which is not a multiple of the {num_parts} {what} in a batch: pass a "
+            "multiple, or other groups_per_batch"
+        )
+    if groups_per_batch > num_groups:
+        raise OptionError(
+            f"groups_per_batch is {groups_per_batch}, but there are {count_text(num_groups, 'group')}: pass at most "
+            f"{num_groups}"
+        )
+    return batch_size // num_parts
+
+
+def _check_sizes(names: Sequence[Any], sizes: Indices, set_samples: int) -> None:
+    """Raise OptionError if a group has fewer samples than a set."""
+    if small := np.flatnonzero(sizes < set_samples).tolist():
+        raise OptionError(
+            f"group {names[small[0]]!r} has {count_text(int(sizes[small[0]]), 'sample')}, but a batch needs "
+            f"{set_samples} of a group ({count_text(len(small), 'group')} too small: "
+            f"{names_text(names[number] for number in small)}): pass pad=True to repeat samples, a smaller batch_size, "
+            "more groups_per_batch, or leave the groups out by dataset.where"
+        )
 
 
 def _most_batches(sets: Indices, batch_sets: int) -> int:
@@ -499,14 +496,12 @@ class _Dealer:
         left, sets = self._left, self._sets
         num_left = int(left.sum())
         num_batches, later = num_sets / sets.batch_sets, (num_left - num_sets) / sets.batch_sets
-        same_share = left * (num_sets / num_left)
-        if sets.stratified:
-            share = self._stream.counts / sets.num_sets
-            expected, surplus = share * num_sets, left - share * num_left  # a surplus has to be used up later
-            fewest = expected + np.maximum(-sets.slack * num_batches, surplus - sets.slack * later)
-            most = expected + np.minimum(sets.slack * num_batches, surplus + sets.slack * later)
-        else:  # at most one set in a batch
-            fewest, most = left - later, np.full(len(left), num_batches)
+        if not sets.stratified:  # at most one set in a batch; these numbers are whole
+            return np.maximum(left - int(later), 0), np.minimum(left, int(num_batches))
+        same_share, share = left * (num_sets / num_left), self._stream.counts / sets.num_sets
+        expected, surplus = share * num_sets, left - share * num_left  # a surplus has to be used up later
+        fewest = expected + np.maximum(-sets.slack * num_batches, surplus - sets.slack * later)
+        most = expected + np.minimum(sets.slack * num_batches, surplus + sets.slack * later)
         least = np.maximum(np.minimum(np.ceil(fewest), np.floor(same_share)), 0)
         most = np.minimum(np.maximum(np.floor(most), np.ceil(same_share)), left)
         return least.astype(np.int64), most.astype(np.int64)
@@ -544,9 +539,10 @@ class _Dealer:
         firsts = np.cumsum(sizes) - sizes
         turns = np.arange(int(sizes.sum())) - np.repeat(firsts, sizes)
         keys = self._stream.keys[turns + np.repeat(begins, sizes)]
-        words = self._bits(len(keys), stream)
         if self._order.shuffle:
-            words = mixed((keys % REPEAT).astype(np.uint64), words[0])
+            words = mixed((keys % REPEAT).astype(np.uint64), self._bits(1, stream)[0])
+        else:
+            words = self._bits(len(keys), stream)
         group_bits = np.uint64(max(1, len(sizes)).bit_length())
         groups = np.repeat(np.arange(len(sizes), dtype=np.uint64), sizes) << (np.uint64(64) - group_bits)
         place, number = np.divmod(turns, np.repeat(counts, sizes))
