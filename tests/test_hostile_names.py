@@ -309,7 +309,7 @@ def test_doctor() -> None:
 
 
 def test_arguments_that_a_shell_finds(foreign: Path) -> None:
-    check("info", foreign, NAME, code=2)
+    check("bench", foreign, NAME, code=2)
     check(NAME, code=2)
     check("tune", foreign, "--batch-size", NAME, code=2)
     check("convert", foreign, foreign, "--memory-bytes", NAME, code=2)

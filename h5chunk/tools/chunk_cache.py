@@ -15,6 +15,7 @@ from h5chunk.sample_source import shape_text
 from h5chunk.store.format.header import Header
 from h5chunk.store.format.recommendation import read_recommendation
 from h5chunk.tools.report import code
+from h5chunk.urls import is_url
 
 BATCH = 256  # batch size of the order that a cache is chosen for
 NO_CACHE = CacheSettings(1, 0)
@@ -33,7 +34,7 @@ class ChunkCacheInfo:
     cache: CacheSettings
     served_in_order: float
     served_at_random: float
-    code: str  # the call of h5py that sets the cache
+    code: str  # the call of h5py that sets the cache; empty for a URL, which h5py does not read
 
     def lines(self) -> list[str]:
         """Return the chunks, the cache and the call of h5py, in a line each."""
@@ -44,7 +45,8 @@ class ChunkCacheInfo:
 
     def cache_lines(self, indent: str = "") -> list[str]:
         """Return the cache and the call of h5py, in a line each."""
-        return [f"{indent}chunk cache {self.text}", f"{indent}for readers with h5py: {code(self.code)}"]
+        reader = [f"{indent}for readers with h5py: {code(self.code)}"] if self.code else []
+        return [f"{indent}chunk cache {self.text}", *reader]
 
     @property
     def text(self) -> str:
@@ -75,7 +77,7 @@ def describe_cache(
     nbytes = cache.nbytes * grid.chunk_bytes // max(1, chunk_bytes)  # for as many chunks of the grid
     settings = f", rdcc_nbytes={cache.nbytes}, rdcc_nslots={cache.nslots}, rdcc_w0={cache.w0}" if grid.chunks else ""
     in_order, at_random = (mean_hits(grid, cache.nslots, nbytes, is_shuffled) for is_shuffled in (False, True))
-    call = f"h5py.File({path}{settings})"
+    call = "" if is_url(path.strip("'\"")) else f"h5py.File({path}{settings})"
     return ChunkCacheInfo(chunks, reason or chunk_reason(grid), cache, in_order, at_random, call)
 
 

@@ -16,6 +16,7 @@ from support.foreign import make_file, values
 from support.info_code import printed_code, run_code
 from support.matrices import random_matrix, write
 from support.matrix_files import write_h5ad
+from support.object_server import object_server
 
 import h5chunk
 
@@ -430,17 +431,18 @@ def test_fields_that_readers_select_by_default_are_not_named(layout: str, tmp_pa
     assert "fields=" not in printed_code(LAYOUTS[layout][0](tmp_path / "a.h5"))
 
 
-def test_the_note_on_few_similar_datasets_reads_each_as_a_sample(
+def test_few_similar_datasets_are_samples_but_columns_are_fields(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     samples(20, lambda n: {"": np.full((36, 4), n)}, "img_")(tmp_path / "a.h5")
     samples(20, lambda n: {"": np.full(36, n)}, "column_")(tmp_path / "b.h5")
-    (note,) = h5chunk.info("a.h5").notes
-    scope: dict[str, Any] = {"h5chunk": h5chunk}
-    exec(note.partition("instead: ")[2], scope)
-    assert [scope["data"][i][0].unique().tolist() for i in range(20)] == [[i] for i in range(20)]
-    assert not h5chunk.info("b.h5").notes
+    assert [sample[0].unique().tolist() for sample in run_code(Path("a.h5"))["data"]] == [[i] for i in range(20)]
+    assert "ChunkDataset" in printed_code("b.h5") and not h5chunk.info("b.h5").notes
+    with h5py.File("a.h5", "a") as file:
+        file["meta/info"] = np.zeros((3, 4))  # a * of Keyed would match the group, too
+    data = run_code(Path("a.h5"))["data"]
+    assert [sample[0].unique().tolist() for sample in data] == [[i] for i in range(20)]
 
 
 @pytest.mark.parametrize(("name", "numbers"), [("offsets", [0, 2, 9, 12]), ("tok_len", [2, 7, 3])])
@@ -478,19 +480,87 @@ def test_the_printed_code_ends_episodes_at_every_mark(tmp_path: Path) -> None:
         assert batch[1].shape[1:] == (10, 3)
 
 
-@pytest.mark.parametrize(("pattern", "count"), [("traces/{}/data", 50), ("data/demo_{}", 6), ("vol{}/raw", 3)])
-def test_notes_on_few_similar_datasets_read_all_of_them(tmp_path: Path, pattern: str, count: int) -> None:
-    with h5py.File(tmp_path / "few.h5", "w") as file:
+@pytest.mark.parametrize(
+    ("pattern", "count", "order"),
+    [
+        ("traces/{}/data", 50, ["Windows", "Keyed"]),
+        ("data/demo_{}", 6, ["Keyed"]),
+        ("vol{}/raw", 3, ["Windows", "Keyed"]),
+        ("g{}/points", 12, ["Keyed", "Windows"]),
+        ("traj_{}/obs/state", 120, ["Windows", "Keyed"]),
+    ],
+)
+def test_the_code_for_similar_datasets_and_its_notes_read_all_of_them(
+    tmp_path: Path, pattern: str, count: int, order: list[str]
+) -> None:
+    path = tmp_path / "few.h5"
+    with h5py.File(path, "w") as file:
         for i in range(count):
             file[pattern.format(i)] = np.zeros((40 + i, 3, 4), "f4")
-    notes = [note for note in h5chunk.info(tmp_path / "few.h5").notes if "data = " in note]
-    lengths = []
-    for note in notes:
+    notes = [note[note.index("data = ") :] for note in h5chunk.info(path).notes if "data = " in note]
+    lengths = {"Keyed": count, "Windows": sum(40 + i - 15 for i in range(count))}
+    read = []
+    for line in [printed_code(path), *notes]:
         found: dict[str, Any] = {"h5chunk": h5chunk}
-        exec(note[note.index("data = ") :], found)
-        lengths.append(len(found["data"]))
-    num_windows = sum(40 + i - 15 for i in range(count))
-    assert lengths == ([count] if pattern.startswith("data") else [count, num_windows])
+        exec(line, found)
+        read.append(type(found["data"]).__name__)
+        assert len(found["data"]) == lengths[read[-1]]
+    assert read == order
+
+
+VOLUMES: dict[str, tuple[dict[str, tuple[int, ...]], str, str]] = {  # shapes of datasets; in the code; in the note
+    "in groups": ({"a/raw": (24, 32, 32), "b/raw": (30, 36, 32)}, '{"raw": "*/raw"}, (24, 24, 24)', ""),
+    "small ones": ({"a/raw": (10, 12, 12), "b/raw": (10, 14, 12)}, "ChunkDataset", '{"raw": "*/raw"}, (10, 10, 10)'),
+    "beside others": ({"ct_1": (40, 48, 50), "ct_2": (44, 48, 50), "x": (5,)}, '"ct_*"}, (40, 40, 40)', ""),
+    "one": ({"raw": (80, 90, 90), "label": (80, 90, 90)}, "ChunkDataset", '{"raw": "raw", "label": "label"}, (64, '),
+    "with channels": ({"p1/v": (4, 40, 40, 40), "p2/v": (4, 40, 48, 40)}, 'channels="first"', ""),
+    "episodes": ({"ep1/frames": (40, 64, 64), "ep2/frames": (50, 64, 64)}, "Windows", ""),
+}
+
+
+@pytest.mark.parametrize("kind", VOLUMES)
+def test_volumes_get_code_or_a_note_that_reads_patches(kind: str, tmp_path: Path) -> None:
+    shapes, in_code, in_note = VOLUMES[kind]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, shape in shapes.items():
+            file.create_dataset(name, shape, "u1")
+    found = h5chunk.info(tmp_path / "a.h5")
+    assert in_code in found.code[1]
+    assert (
+        any(in_note in note for note in found.notes) if in_note else not any("Patches" in each for each in found.notes)
+    )
+    for line in [found.code[1], *(note[note.index("data = ") :] for note in found.notes if "data = " in note)]:
+        scope: dict[str, Any] = {"h5chunk": h5chunk}
+        exec(line, scope)
+        assert len(scope["data"]) > 0
+
+
+def test_tables_packed_numbers_and_attributes_of_samples_are_in_the_code(tmp_path: Path) -> None:
+    table = np.zeros(30, [("pt", "f4"), ("n", "i4")])
+    fields(events=table)(tmp_path / "table.h5")
+    assert run_code(tmp_path / "table.h5")["data"].fields == ("events/pt", "events/n")
+    fields(events=np.zeros(30, [("pt", "f4"), ("name", "S4")]))(tmp_path / "text.h5")
+    assert run_code(tmp_path / "text.h5")["data"].fields == ("events/pt",)
+    packed = {"data": np.full((30, 5), 7, "i2"), "scale_factor": 0.5, "add_offset": 1.0}
+    fields(t2m=packed)(tmp_path / "cf.h5")
+    ((batch,),) = run_code(tmp_path / "cf.h5")["loader"]
+    assert batch.unique().tolist() == [4.5]
+    fields(**{f"s__{n:03}": {"data": np.zeros((4, 5)), "label": n, "who": "p"} for n in range(120)})(tmp_path / "a.h5")
+    labels = [int(label) for batch in run_code(tmp_path / "a.h5")["loader"] for label in batch[1]]
+    assert sorted(labels) == [*range(120)]
+
+
+def test_the_code_for_a_url_uses_no_h5py(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 8, 8)}))
+    images_in_rows(tmp_path / "jpg.h5")
+    contents = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
+    with object_server(contents) as server:
+        report = str(h5chunk.info(f"{server.url}/a.h5"))
+        assert "ChunkLoader(" in report and "h5py.File" not in report
+        report = str(h5chunk.info(f"{server.url}/jpg.h5"))
+        assert "download the file" in report and "h5py.File" not in report
+    assert "h5py.File" in str(h5chunk.info(tmp_path / "a.h5"))
 
 
 def test_groups_of_classes_get_code_with_labels(tmp_path: Path) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +65,19 @@ from h5chunk.store.read.source import Source
 from h5chunk.store.read.vlen import describe_vlen
 from h5chunk.tools.chunk_cache import ChunkCacheInfo, cache_of_file
 from h5chunk.tools.info.conventions import is_keras, is_matlab, why_no_data
-from h5chunk.tools.info.layouts import Recognised, loader_code, note_on_samples, recognise
+from h5chunk.tools.info.layouts import Recognised, loader_code, note_on_volume, recognise
 from h5chunk.tools.info.report import DatasetInfo, FileInfo, FolderInfo, ImagesInfo, MachineInfo, MatrixInfo
 from h5chunk.tools.info.summary import (
     BATCH,
     IMAGES,
+    MAX_FIELDS,
     SINGLE,
+    TABLE,
     TRUSTED,
     VLEN,
     images_code,
     matlab_code,
+    options_text,
     order_key,
     training_code,
     training_fields,
@@ -79,11 +86,14 @@ from h5chunk.tools.measure.machine import available_bytes, cuda_device, default_
 from h5chunk.tools.progress import Progress
 from h5chunk.tools.report import code as unbroken
 from h5chunk.tools.report import python_text, shell_command
+from h5chunk.urls import url_of
 
 PART_VALUES = 1 << 20  # values of a matrix that are read at a time
 LOOK_BYTES = 256 << 20  # the range of values is computed only for matrices with at most this size of values
 RUNS = {"offsets": re.compile(r"(.*_)?(offsets|ptr|indptr|ptrs)"), "lengths": re.compile(r"(.*_)?(lengths?|lens?)")}
 EPISODE_ENDS = ("terminals", "timeouts", "dones", "done", "is_last", "is_terminal")
+LOOKED_AT, MAX_ATTRIBUTES = 1000, 100  # samples whose attributes are looked at, and attributes of each
+NO_LABELS = ("scale_factor", "add_offset", "_FillValue", "missing_value", "valid_min", "valid_max", "_Netcdf4Dimid")
 LAYOUTS = {
     h5py.h5d.COMPACT: "compact",
     h5py.h5d.CONTIGUOUS: "contiguous",
@@ -233,9 +243,10 @@ def _describe_set(path: Paths, argument: str, files: Sequence[FileInfo], trusted
         kind = str(field.dtype) if isinstance(field, Field) else "sparse row of"
         kind = f"{field.form}, of any size" if isinstance(field, ImagesField) else kind
         fields.append(f"{name} ({f'{kind} {shape_text(field.sample_shape)}'.strip()})")
+    stored = [field.dataset for field in reader.fields.values()]
+    more = options_text([item for file in files for item in file.datasets], stored, trusted=trusted)
     if are_images(reader.readers):
-        names = [field.dataset for field in reader.fields.values()]
-        code = loader_code(f"data = h5chunk.Keyed({argument}, [{', '.join(map(python_text, names))}])")
+        code = loader_code(f"data = h5chunk.Keyed({argument}, [{', '.join(map(python_text, stored))}]{more})")
         note = "if the rows of the files are samples instead, h5chunk.ChunkDataset reads them"
         return {"layout": "an image in each file", "code": code, "notes": [note]}
     splits = {
@@ -251,7 +262,7 @@ def _describe_set(path: Paths, argument: str, files: Sequence[FileInfo], trusted
         "class_names": reader.header.class_names if reader.header else (),
         "chunk_samples": tuple(single.chunk_samples for single in reader.readers),
         "is_shuffled": bool(reader.header and reader.header.shuffled),
-        "code": training_code(argument, [*reader.fields], () if names else [*reader.fields], images, trusted=trusted),
+        "code": training_code(argument, [*reader.fields], () if names else [*reader.fields], images, more),
     }
 
 
@@ -297,7 +308,7 @@ def _describe_parts(files: Sequence[FileInfo], trusted: bool) -> dict[str, Any]:
     return {
         "mismatch": "each file has other fields of the same samples; the code joins row i of all files, and key='NAME' "
         "joins by a dataset of ids",
-        "code": training_code(f"{{{of_fields}}}", names, names, trusted=trusted),
+        "code": training_code(f"{{{of_fields}}}", names, names, (), options_text(items, names, trusted=trusted)),
     }
 
 
@@ -371,13 +382,19 @@ def _find_code(
             shapes.append(f"if repr(data) says that much more is read than used, make transposed copies: {copied}")
         return Recognised("written by MATLAB, whose axes HDF5 has in reverse order", fields, code, notes=shapes)
     if header is None and not matrices:
-        if (found := recognise(datasets, argument, trusted=trusted)) is not None:
+        attributes_of = partial(_sample_attributes, file)
+        if (found := recognise(datasets, argument, trusted=trusted, attributes_of=attributes_of)) is not None:
             return found
-        if code := images_code(name, datasets):
+        if (code := images_code(name, datasets)) and url_of(path):
+            note = "download the file: h5py, which copies its images for training, reads no URLs"
+            return Recognised("", [], [], notes=[note])
+        if code:
             return Recognised(
                 "", [], code, notes=["the code copies the images unchanged, and decodes them in training"]
             )
     fields = training_fields(datasets, matrices, images, header)
+    if not fields and (columns := _table_columns(file, datasets)):
+        return Recognised("", columns, training_code(argument, columns, (), (), options_text([], [], trusted=trusted)))
     try:
         usual = [*default_fields(file, path, header).values()]
     except FieldError:
@@ -390,12 +407,44 @@ def _find_code(
         for num_rows, ends in _episode_ends(datasets, fields).items()
     ]
     if header is None and not matrices:
-        notes += note_on_samples(datasets, argument, trusted=trusted)
+        notes += note_on_volume(datasets, fields, argument, trusted=trusted)
         notes += _notes_on_runs(argument, datasets, fields, trusted)
     if all(file.id.links.exists(name.encode()) for name in LOOM_MEMBERS):
         notes.append(LOOM)
-    code = training_code(argument, fields, usual, images, trusted=trusted) if fields else []
+    more = options_text(datasets, fields, trusted=trusted)
+    code = training_code(argument, fields, usual, images, more) if fields else []
     return Recognised("", fields, code, notes=notes)
+
+
+def _table_columns(file: h5py.File, datasets: Sequence[DatasetInfo]) -> list[str]:
+    """Return the largest table, or the columns of it that are numbers if not all are; empty if there is none."""
+    tables = [item for item in datasets if item.verdict.startswith(TABLE) and item.num_bytes]
+    if not tables:
+        return []
+    name = max(tables, key=lambda item: item.num_bytes).name
+    columns = [*_columns(file[name].dtype)]
+    numbers = ["/".join((name, *path)) for path, dtype in columns if dtype.kind in "biuf"]
+    return [name] if len(numbers) == len(columns) else numbers[:MAX_FIELDS]
+
+
+def _columns(dtype: np.dtype, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], np.dtype]]:
+    for name in dtype.names or ():
+        column = dtype[name].base
+        yield from _columns(column, (*path, name)) if column.names else [((*path, name), column)]
+
+
+def _sample_attributes(file: h5py.File, pattern: str, keys: Collection[str]) -> list[str]:
+    """Return the names of the attributes that samples have as single numbers, by those of some of the samples."""
+    counts: Counter[str] = Counter()
+    start = pattern.partition("*")[0]
+    some = random.Random(0).sample(sorted(keys), min(len(keys), LOOKED_AT))
+    for key in some:
+        item = file[f"{start}{key}"]
+        for name in islice(item.attrs, MAX_ATTRIBUTES):
+            with suppress(*DAMAGES, TypeError):
+                attribute = item.attrs.get_id(name)
+                counts[name] += attribute.shape == () and attribute.dtype.kind in "biuf"
+    return [name for name, count in sorted(counts.items()) if count == len(some) and name not in NO_LABELS][:MAX_FIELDS]
 
 
 def _notes_on_runs(path: str, datasets: Sequence[DatasetInfo], fields: Sequence[str], trusted: bool) -> list[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
-from h5chunk.tools.info.summary import TRUSTED, order_key
+from h5chunk.tools.info.summary import options_text, order_key
 from h5chunk.tools.report import python_text
 
 if TYPE_CHECKING:
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
 
 MAX_FIELDS = 8  # fields in the line of Python
 BATCH = 64
-MIN_SIDE, PATCH = 32, 64  # smallest side of a volume, and largest side of the patches that are suggested
+MIN_SIDE, PATCH = 16, 64  # smallest side of a volume, and largest side of the patches that are suggested
+MAX_CHANNELS = 8  # of a volume
+FIELD_NAMES = re.compile(r"mask|label|seg|raw|image|img|target|gt$")  # are names of fields rather than volumes
+TESTS_OR_TRAIN = re.compile(r"(^|[_.])(train|training|test|val|valid|validation|dev)($|[_.])")
+EPISODES = re.compile(
+    r"(^|[/_])(actions?|obs|observations?|rewards?|qpos|qvel|states?|dones?|traj\w*|episode|demo)($|[/_\d])"
+)
+VIDEOS = re.compile(rf"{EPISODES.pattern}|(^|[/_])(frames?|video|rgb|cam\w*)($|[/_\d])")  # are no volumes
+CLOUDS = re.compile(r"point|cloud|token|mesh|vert|face|particle|hits")  # samples of several lengths, not episodes
+NUM_STEPS = 16  # time steps of the windows that are suggested for episodes of unknown layouts
 MIN_SAMPLES = 100  # fewer similar datasets are not regarded as samples
 FEW_SAMPLES = 9  # but a note says how to read them if they are; also how to read fewer that differ in length
 LOOKED_AT = 1000  # datasets from which the paths of samples are guessed
@@ -136,28 +146,87 @@ def _trajectories(shapes: Shapes, num_steps: int) -> Found | None:
 
 
 def _volumes(shapes: Shapes, _num_steps: int) -> Found | None:
-    """Recognise volumes: 3-D datasets ``image/NAME`` and ``mask/NAME``, or ``NAME/image`` and ``NAME/mask``."""
-    pairs = {name: name.split("/") for name, shape in shapes.items() if _is_volume(shape)}
-    if len(pairs) < 2 or any(len(parts) != 2 for parts in pairs.values()):
+    """Recognise volumes: 3-D datasets such as ``image/NAME`` and ``mask/NAME``, ``NAME/image`` or ``scan_1``.
+
+    They may have channels, too. Paths differ in the name of the volume, at one place.
+    """
+    volumes = {name: shape for name, shape in shapes.items() if _space(shape)[1] and not VIDEOS.search(name.lower())}
+    paths = {name: name.split("/") for name in volumes}
+    if len(volumes) < 2 or len({len(parts) for parts in paths.values()}) > 1:
         return None
-    firsts, lasts = (Counter(parts[place] for parts in pairs.values()) for place in (0, 1))
-    if len(pairs) != len(firsts) * len(lasts):  # some volumes lack a field
+    found = []
+    for place in range(len(next(iter(paths.values())))):
+        fields: dict[tuple[str, ...], dict[str, tuple[int, ...]]] = {}  # the shape of each volume, by field
+        for name, parts in paths.items():
+            rest = (*parts[:place], "*", *parts[place + 1 :])
+            fields.setdefault(rest, {})[parts[place]] = volumes[name]
+        first, *others = fields.values()
+        if (
+            len(first) > 1
+            and all(own.keys() == first.keys() for own in others)  # otherwise, some volumes lack a field
+            and all(_space(own[key])[1] == _space(first[key])[1] for own in others for key in first)
+            and (others or place < len(rest) - 1 or _num_numbered(first) == len(first))  # no fields of one sample
+            and not all(TESTS_OR_TRAIN.search(key) for key in first)
+        ):
+            is_fields = sum(FIELD_NAMES.search(key) is not None for key in first)
+            found.append(((-is_fields, len(first), _num_numbered(first), place), place, fields))
+    if not found:
         return None
-    key = int((len(lasts), _num_numbered(lasts)) >= (len(firsts), _num_numbered(firsts)))  # place of the volume's name
-    by_volume: dict[str, set[tuple[int, ...]]] = {}
-    for name, parts in pairs.items():
-        by_volume.setdefault(parts[key], set()).add(shapes[name])
-    if len(by_volume) < 2 or any(len(sizes) > 1 for sizes in by_volume.values()):
+    _, place, fields = max(found, key=lambda each: each[0])
+    at_level = {name.split("/")[place] for name in shapes if name.count("/") >= place}
+    keys = {key for own in fields.values() for key in own}
+    star = _star(keys, at_level - keys if place == 0 else set())
+    if not star:
         return None
-    names = sorted(firsts if key else lasts, key=lambda name: (re.search("mask|label|seg", name) is not None, name))
-    fields = {name: f"{name}/*" if key else f"*/{name}" for name in names}
-    side = min(PATCH, *(min(shapes[name]) for name in pairs))
-    return fields, f"({side}, {side}, {side})"
+    named = {"/".join((*rest[:place], star, *rest[place + 1 :])): own for rest, own in fields.items()}
+    order = sorted(named, key=lambda name: (re.search("mask|label|seg", name) is not None, name))
+    names = dict(zip(_short(order), order, strict=True))
+    return names, _patch_arguments({name: [*named[path].values()] for name, path in names.items()})
 
 
-def _is_volume(shape: tuple[int, ...]) -> bool:
-    """Return whether a shape is that of a volume rather than of many grey images, whose first axis is far longer."""
-    return len(shape) == 3 and min(shape) >= MIN_SIDE and shape[0] <= 4 * max(shape[1:])
+def _patch_arguments(volumes: Mapping[str, Sequence[tuple[int, ...]]]) -> str:
+    """Return the arguments of Patches other than the datasets: the size, and which of them have channels where."""
+    side = min(PATCH, *(min(_space(shape)[1]) for own in volumes.values() for shape in own))
+    channels = {name: _space(own[0])[0] for name, own in volumes.items() if _space(own[0])[0]}
+    places = {*channels.values()}
+    text = f", channels={python_text(min(places))}" if len(places) == 1 else ""
+    if len(places) > 1:
+        text = f", channels={{{', '.join(f'{python_text(name)}: {python_text(of)}' for name, of in channels.items())}}}"
+    return f"({side}, {side}, {side}){text}"
+
+
+def _space(shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return where a volume has channels (first, last or "") and its shape in space, which is empty for other shapes.
+
+    The first axis of many grey images is far longer than the others. An array with 1 or 3 last channels is a video.
+    """
+    channels, space = "", shape
+    if len(shape) == 4 and shape[-1] <= min(shape[0], MAX_CHANNELS) and shape[-1] not in (1, 3):
+        channels, space = "last", shape[:-1]
+    elif len(shape) == 4 and shape[0] <= MAX_CHANNELS < shape[-1]:
+        channels, space = "first", shape[1:]
+    is_volume = len(space) == 3 and min(space) >= MIN_SIDE and space[0] <= 4 * max(space[1:])
+    return (channels, space) if is_volume else ("", ())
+
+
+def _star(keys: Collection[str], others: Collection[str]) -> str:
+    """Return a name with * that matches these names, and none of the others; empty if there is none."""
+    if not others:
+        return "*"
+    first, last = min(keys), max(keys)  # all have the letters that these have in common
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    start = "".join(letter for letter, _ in same).rstrip("0123456789")
+    return f"{start}*" if start and not any(name.startswith(start) for name in others) else ""
+
+
+def _short(patterns: Sequence[str]) -> list[str]:
+    """Return a name for each path of a field: its last name without *, or else all names that have none."""
+    plain = [
+        [name for name in pattern.split("/") if "*" not in name] or [pattern.partition("*")[0].rstrip("_-") or "data"]
+        for pattern in patterns
+    ]
+    last = [names[-1] for names in plain]
+    return last if len({*last}) == len(last) else ["_".join(names) for names in plain]
 
 
 def _num_numbered(names: Iterable[str]) -> int:
@@ -201,43 +270,88 @@ class Recognised(NamedTuple):
 
 
 def recognise(
-    datasets: Sequence[DatasetInfo], path: str, num_steps: int | None = None, *, trusted: bool = False
+    datasets: Sequence[DatasetInfo],
+    path: str,
+    num_steps: int | None = None,
+    *,
+    trusted: bool = False,
+    attributes_of: Callable[[str, Collection[str]], Sequence[str]] = lambda pattern, keys: (),
 ) -> Recognised | None:
     """Return the layout of episodes or a series that a file has, with the code that opens its windows, or None.
 
     ``path`` is a Python literal. ``num_steps`` is the number of time steps of a window. Default: the usual number for
-    the layout.
+    the layout. ``attributes_of(pattern, keys)`` returns the attributes that samples have as numbers.
     """
     shapes = {item.name.strip("/"): item.shape for item in datasets if item.can_train}
     shapes |= {item.name.strip("/"): (*item.shape[:1], 0, 0, 0) for item in datasets if item.has_images}
-    more = TRUSTED if trusted else ""
     for layout in LAYOUTS:
         if (found := layout.find(shapes, num_steps or layout.usual_steps)) is not None and found[0]:
             fields = ", ".join(f"{python_text(name)}: {python_text(of)}" for name, of in found[0].items())
+            more = options_text(datasets, found[0].values(), trusted=trusted)
             data = f"data = h5chunk.{layout.reader}({path}, {{{fields}}}, {found[1]}{more}){layout.method}"
             return Recognised(layout.name, list(found[0].values()), loader_code(data), notes=layout.notes)
     if _are_classes(datasets):
-        keyed = _keyed_code(["*/*"], path, f', labels={{"label": 0}}{more}')
+        keyed = _keyed_code(["*/*"], path, f', labels={{"label": 0}}{options_text(datasets, ["*/*"], trusted=trusted)}')
         code = loader_code(keyed)
         return Recognised("a group for each class, and in it a dataset for each sample", [], code, ["*/*"])
-    patterns = _keyed(datasets)
-    if not patterns:
+    similar = _keyed(datasets)
+    is_many = similar is not None
+    similar = similar or _keyed(datasets, 2)
+    if similar is None:
         return None
-    code = loader_code(_keyed_code(patterns, path, more))
-    return Recognised("a dataset or group for each sample", [], code, patterns)
+    patterns = similar.patterns
+    more = options_text(datasets, patterns, trusted=trusted)
+    names = attributes_of(patterns[0], similar.keys) if similar.is_alone else ()
+    attributes = f", attributes=[{', '.join(map(python_text, names))}]" if names else ""
+    keyed = _keyed_code(patterns, path, f"{attributes}{more}") if similar.is_alone else ""
+    windows = similar.windows_code(path, num_steps, more)
+    if keyed and (is_many or not windows or not similar.are_episodes) and not (is_many and similar.has_actions):
+        notes = [f"if each is an episode of time steps: {windows}"] if windows and not is_many else []
+        name = "a dataset or group for each sample"
+        return Recognised(name, [], loader_code(keyed), patterns if is_many else (), notes)
+    if not windows:
+        return None
+    notes = [f"if each of the similar datasets is one sample instead: {keyed}"] if keyed else []
+    if similar.are_equal and not similar.are_episodes:
+        notes = ["each window is a whole dataset: * of h5chunk.Keyed would match others, too"]
+    name = "similar datasets, whose rows are read as time steps"
+    return Recognised(name, similar.episode_patterns(), loader_code(windows), notes=notes)
 
 
-def note_on_samples(datasets: Sequence[DatasetInfo], path: str, *, trusted: bool = False) -> list[str]:
-    """Return a note on how to read similar datasets that may be samples, or may be fields with samples as rows."""
-    patterns = _keyed(datasets, 2)
-    if not patterns:
+def note_on_volume(
+    datasets: Sequence[DatasetInfo], fields: Sequence[str], path: str, *, trusted: bool = False
+) -> list[str]:
+    """Return a note on how to read patches if the main field may be a volume, or one of several; empty otherwise."""
+    items = {item.name: item for item in datasets if item.can_train}
+    if not fields or fields[0] not in items or VIDEOS.search(fields[0].lower()):
         return []
-    more = TRUSTED if trusted else ""
-    notes = [f"if each of the similar datasets is one sample instead: {_keyed_code(patterns, path, more)}"]
-    if not any(pattern.endswith("*") for pattern in patterns):  # episodes are groups
-        fields = ", ".join(f"{python_text(pattern.split('/')[-1])}: {python_text(pattern)}" for pattern in patterns)
-        notes.append(f"if each is an episode of time steps: data = h5chunk.Windows({path}, {{{fields}}}, 16{more})")
-    return notes
+    main, space = fields[0], _space(items[fields[0]].shape)[1]
+    others = [name for name, item in items.items() if item.num_axes == 3 and _is_beside(name, main)]
+    if items[main].num_axes == 3 and others and not any(map(TESTS_OR_TRAIN.search, main.split("/"))):
+        pairs = zip(main.split("/"), others[0].split("/"), strict=True)
+        volumes = ["/".join(one if one == two else "*" for one, two in pairs)]
+        what = f"{others[0]!r} is like it, and not opened; if they are volumes"
+        shapes = [items[name].shape for name in (main, *others)]
+    elif space and min(space) >= 2 * MIN_SIDE:
+        volumes = [name for name in fields if name in items and _space(items[name].shape)[1] == space]
+        what, shapes = f"if {main!r} is a volume instead of {space[0]:,} images", [items[main].shape]
+    else:
+        return []
+    names = dict(zip(_short(volumes), volumes, strict=True))
+    size = min(PATCH, *(min(_space(shape)[1] or shape) for shape in shapes))
+    channels = _space(shapes[0])[0]
+    arguments = f"({size}, {size}, {size})" + (f", channels={python_text(channels)}" if channels else "")
+    listed = ", ".join(f"{python_text(name)}: {python_text(of)}" for name, of in names.items())
+    code = (
+        f"data = h5chunk.Patches({path}, {{{listed}}}, {arguments}{options_text(datasets, volumes, trusted=trusted)})"
+    )
+    return [f"{what}: {code}"]
+
+
+def _is_beside(name: str, other: str) -> bool:
+    """Return whether two paths differ in the name of one group."""
+    parts, own = other.split("/"), name.split("/")
+    return len(own) == len(parts) and own[-1] == parts[-1] and sum(map(str.__ne__, own, parts)) == 1
 
 
 def _keyed_code(patterns: Sequence[str], path: str, more: str) -> str:
@@ -249,8 +363,69 @@ def loader_code(data: str) -> list[str]:
     return ["import h5chunk", data, f"loader = h5chunk.ChunkLoader(data, {BATCH})"]
 
 
-def _keyed(datasets: Sequence[DatasetInfo], min_samples: int = MIN_SAMPLES) -> list[str]:
-    """Return the paths that many datasets of one type match, with * for the name of a sample.
+class Similar(NamedTuple):
+    """Similar datasets, by the paths that they match, with * for the name of a sample or an episode.
+
+    ``is_alone`` says whether nothing else matches the *. The datasets of each path are in the order of ``keys``.
+    """
+
+    datasets: dict[str, list[DatasetInfo]]
+    keys: list[str]
+    others: set[str]  # names beside those that * stands for
+
+    @property
+    def patterns(self) -> list[str]:
+        return [*self.datasets]
+
+    @property
+    def is_alone(self) -> bool:
+        return not self.others
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of the datasets of the first path that have any."""
+        return next(([item.shape[0] for item in of] for of in self.datasets.values() if of[0].shape), [])
+
+    @property
+    def are_equal(self) -> bool:
+        return len({*self.lengths}) == 1
+
+    @property
+    def has_actions(self) -> bool:
+        """Whether the names are those of episodes, and no sample has a label."""
+        if not all(of[0].shape for of in self.datasets.values()):
+            return False
+        return any(EPISODES.search(pattern.lower()) for pattern in (*self.datasets, self.keys[0]))
+
+    @property
+    def are_episodes(self) -> bool:
+        """Whether the datasets seem to be episodes of time steps rather than samples."""
+        if all(pattern.endswith("*") for pattern in self.datasets) or CLOUDS.search(" ".join(self.datasets).lower()):
+            return False
+        return self.has_actions or (not self.are_equal and any(of[0].num_axes > 1 for of in self.datasets.values()))
+
+    def episode_patterns(self) -> list[str]:
+        """Return the paths for Windows: those of datasets that have equally many rows in each episode."""
+        star = _star(self.keys, self.others)
+        rows = self.lengths
+        alike = [
+            pattern for pattern, of in self.datasets.items() if [item.shape[:1] for item in of] == [(n,) for n in rows]
+        ]
+        return [pattern.replace("*", star) for pattern in alike[:MAX_FIELDS]] if star else []
+
+    def windows_code(self, path: str, num_steps: int | None, more: str) -> str:
+        """Return the line that opens windows; empty if there are none."""
+        patterns = self.episode_patterns()
+        if not patterns or (self.is_alone and all(pattern.endswith("*") for pattern in patterns)):
+            return ""
+        most = self.lengths[0] if self.are_equal and not self.are_episodes else NUM_STEPS
+        fields = zip(_short(patterns), patterns, strict=True)
+        listed = ", ".join(f"{python_text(name)}: {python_text(pattern)}" for name, pattern in fields)
+        return f"data = h5chunk.Windows({path}, {{{listed}}}, {num_steps or min(most, *self.lengths)}{more})"
+
+
+def _keyed(datasets: Sequence[DatasetInfo], min_samples: int = MIN_SAMPLES) -> Similar | None:
+    """Return the similar datasets of a file, of which each may be a sample; None if there are none.
 
     The paths are those of fields that `h5chunk.Keyed` can read together: each sample has all of them. They must have at
     least half of the bytes of all datasets in the file.
@@ -270,13 +445,13 @@ def _keyed(datasets: Sequence[DatasetInfo], min_samples: int = MIN_SAMPLES) -> l
     most = max(map(len, alike.values()), default=0)
     largest = {pattern: sum(item.num_bytes for item in of.values()) for pattern, of in alike.items() if len(of) == most}
     if most < min_samples:
-        return []
+        return None
     main = max(largest, key=lambda pattern: largest[pattern])
     shapes = {item.shape for item in alike[main].values()}
     if most < (MIN_SAMPLES if all(len(shape) == 1 for shape in shapes) else FEW_SAMPLES) and len(shapes) == 1:
-        return []  # columns of a table, or fields of one shape
+        return None  # columns of a table, or fields of one shape
     if most < FEW_SAMPLES and not all(re.search(r"\d", name) for name in alike[main]):
-        return []  # fields of different lengths
+        return None  # fields of different lengths
     own = {
         pattern: of
         for pattern, of in alike.items()
@@ -285,8 +460,15 @@ def _keyed(datasets: Sequence[DatasetInfo], min_samples: int = MIN_SAMPLES) -> l
     if 2 * sum(item.stored_bytes for of in own.values() for item in of.values()) < sum(
         item.stored_bytes for item in datasets
     ):
-        return []
-    return sorted(own, key=lambda pattern: order_key(next(iter(own[pattern].values()))))
+        return None
+    keys, start = [*alike[main]], main.partition("*")[0]
+    beside = {
+        item.name.strip("/")[len(start) :].partition("/")[0]
+        for item in datasets
+        if item.name.strip("/").startswith(start)
+    }
+    patterns = sorted(own, key=lambda pattern: order_key(next(iter(own[pattern].values()))))
+    return Similar({pattern: [own[pattern][key] for key in keys] for pattern in patterns}, keys, beside - {*keys})
 
 
 def _are_classes(datasets: Sequence[DatasetInfo]) -> bool:

@@ -6,7 +6,7 @@ Datasets that suit training come first, and similar datasets share a line.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +26,9 @@ BATCH = 256
 IMAGES = "JPEG or PNG images, which h5chunk.Windows decodes if they have one size"
 SINGLE = "a single value, which has no axis of samples"
 VLEN = "arrays of variable length, a field that must be named: ChunkDataset(path, fields=[...])"
-BY_NAME = ("is a table of ", "has strings of variable length: ", "has elements of ")  # usable if a field names them
-TRUSTED = ", trusted=True"
+TABLE = "is a table of "
+BY_NAME = (TABLE, "has strings of variable length: ", "has elements of ")  # usable if a field names them
+TRUSTED, DECODE = ", trusted=True", ', decode="cf"'
 IMAGE_NAMES = re.compile(
     r"ima?ge?s?\b|image|img|frame|rgb|photo|picture|pixel|video|scan|slice|volume|point|(^|/)(x|data)$|raw"
 )
@@ -92,10 +93,11 @@ def training_code(
     fields: Sequence[str],
     usual: Sequence[str],
     images: Sequence[ImagesInfo] = (),
-    *,
-    trusted: bool = False,
+    more: str = "",
 ) -> list[str]:
     """Return lines of Python that create a loader of ``fields``. ``path`` is a Python literal.
+
+    ``more`` are other arguments of the data set, from `options_text`.
 
     The lines leave out the names of the fields if they are ``usual``, those that readers select by default.
     """
@@ -103,10 +105,17 @@ def training_code(
     if any(item.name == fields[0] for item in images):
         transforms, imports = ", transforms=[RandomResizedCrop(224)]", [*imports, RESIZING]
     names = "" if list(fields) == list(usual) else f", fields=[{', '.join(map(python_text, fields))}]"
-    if not names and not trusted:
+    if not names and not more:
         return [*imports, f"loader = h5chunk.ChunkLoader({path}, {BATCH}{transforms})"]
-    data = f"data = h5chunk.ChunkDataset({path}{names}{TRUSTED if trusted else ''})"
+    data = f"data = h5chunk.ChunkDataset({path}{names}{more})"
     return [*imports, data, f"loader = h5chunk.ChunkLoader(data, {BATCH}{transforms})"]
+
+
+def options_text(datasets: Sequence[DatasetInfo], fields: Iterable[str], *, trusted: bool) -> str:
+    """Return the arguments that a data set of these fields needs, after others. A field may have a * for any name."""
+    patterns = "|".join(re.escape(name.strip("/")).replace(r"\*", "[^/]*") for name in fields)
+    is_packed = any(item.packing and re.fullmatch(patterns, item.name.strip("/")) for item in datasets)
+    return f"{TRUSTED if trusted else ''}{DECODE if is_packed else ''}"
 
 
 def images_code(path: str, datasets: Sequence[DatasetInfo]) -> list[str]:

@@ -351,6 +351,11 @@ class _Item(NamedTuple):
     num_bytes: int = 0
     has_images: bool = False  # a survey does not look into the values
     is_number: bool = False
+    packing: None = None
+
+    @property
+    def num_axes(self) -> int:
+        return len(self.shape)
 
 
 def keyed_note(survey: Survey, path: str) -> list[str]:
