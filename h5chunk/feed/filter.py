@@ -15,7 +15,9 @@ from h5chunk.plan.condition import Column, Condition
 if TYPE_CHECKING:
     from h5chunk.feed.dataset import ChunkDataset
 
-PART_SAMPLES = 1 << 20  # samples whose values are in memory at a time, and are passed to a function
+PART_SAMPLES = 1 << 20  # limit on the samples whose values are in memory at a time, and are passed to a function
+PART_BYTES = 64 << 20  # limit on the size of their values, after the first part
+FIRST_SAMPLES = 1 << 12  # samples of the first part, which shows how large values are
 Function = Callable[[Mapping[str, np.ndarray]], Any]
 
 
@@ -26,9 +28,8 @@ def find_samples(dataset: ChunkDataset, condition: str | Function) -> np.ndarray
     """
     parsed = Condition(condition) if isinstance(condition, str) else None
     columns, found = _Columns(dataset, parsed), [np.empty(0, np.int64)]
-    for start in range(0, max(1, len(dataset)), PART_SAMPLES):
-        values = _Values(columns, start, min(start + PART_SAMPLES, len(dataset)))
-        found.append(np.flatnonzero(_mask(condition if parsed is None else parsed, values)) + start)
+    for values in _parts(columns):
+        found.append(np.flatnonzero(_mask(condition if parsed is None else parsed, values)) + values.start)
     numbers = np.concatenate(found)
     if not len(numbers):
         text = repr(condition) if parsed is None else repr(parsed.text)
@@ -40,9 +41,20 @@ def find_samples(dataset: ChunkDataset, condition: str | Function) -> np.ndarray
     return numbers
 
 
-def read_column(dataset: ChunkDataset, name: str) -> Column:
-    """Read a field of all samples, or ``source_name`` or ``sample_number``, with the names of its categories."""
-    return _Columns(dataset, None).read(name, dataset.samples)
+def read_column(dataset: ChunkDataset, name: str) -> Iterator[tuple[int, Column]]:
+    """Read a field, or ``source_name`` or ``sample_number``. Yields the first sample and the values of each part."""
+    for values in _parts(_Columns(dataset, None)):
+        yield values.start, values.column(name)
+
+
+def _parts(columns: _Columns) -> Iterator[_Values]:
+    """Yield the values of consecutive samples. There is at least one part."""
+    start, size, num_samples = 0, FIRST_SAMPLES, len(columns.dataset)
+    while not start or start < num_samples:
+        values = _Values(columns, start, min(start + min(size, PART_SAMPLES), num_samples))
+        yield values
+        size = max(1, PART_BYTES * values.num_samples // max(1, values.num_bytes))
+        start += max(1, values.num_samples)
 
 
 def _mask(condition: Any, values: _Values) -> np.ndarray:
@@ -108,7 +120,8 @@ class _Values(Mapping[str, np.ndarray]):
     """The values of some samples of a data set, by field: (n,) each, read when they are first used."""
 
     def __init__(self, columns: _Columns, start: int, stop: int) -> None:
-        self._columns, self.num_samples, self._read = columns, stop - start, dict[str, Column]()
+        self.start, self.num_samples = start, stop - start
+        self._columns, self._read = columns, dict[str, Column]()
         subset = columns.dataset.subset_samples
         self._samples = np.arange(start, stop) if subset is None else subset[start:stop]
 
@@ -117,6 +130,11 @@ class _Values(Mapping[str, np.ndarray]):
         if name not in self._read:
             self._read[name] = self._columns.read(name, self._samples)
         return self._read[name]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the values that were read, in bytes."""
+        return sum(column.values.nbytes for column in self._read.values())
 
     def __getitem__(self, name: str) -> np.ndarray:
         return np.asarray(self.column(name).values)

@@ -86,20 +86,26 @@ def read_groups(dataset: ChunkDataset, groups: Any) -> tuple[list[Any], np.ndarr
 
 
 def _groups_of_field(dataset: ChunkDataset, name: str) -> tuple[list[Any], np.ndarray]:
-    column = read_column(dataset, name)
-    missing = np.flatnonzero(~np.broadcast_to(column.has_value, len(dataset)))
-    if len(missing):
-        quoted = name if name.isidentifier() else f"`{name}`"
-        raise OptionError(
-            f"groups is {name!r}, which has no value in {count_text(len(missing), 'sample')}, such as sample "
-            f"{missing[0]}: leave them out by dataset.where({f'{quoted} == {quoted}'!r})"
-        )
-    found, codes = np.unique(column.values, return_inverse=True)
-    names = found.tolist()
-    if column.categories is not None:
-        categories = column.categories().tolist()
-        names = [categories[code] if code < len(categories) else code for code in names]
-    return names, codes
+    numbers, codes, categories = dict[Any, int](), np.empty(len(dataset), np.int64), None
+    for start, column in read_column(dataset, name):
+        missing = np.flatnonzero(~np.broadcast_to(column.has_value, len(column.values)))
+        if len(missing):
+            quoted = name if name.isidentifier() else f"`{name}`"
+            raise OptionError(
+                f"groups is {name!r}, which has no value for sample {start + missing[0]}: leave out such samples by "
+                f"dataset.where({f'{quoted} == {quoted}'!r})"
+            )
+        found, own = np.unique(column.values, return_inverse=True)
+        of_found = [numbers.setdefault(value, len(numbers)) for value in found.tolist()]
+        codes[start : start + len(own)] = np.array(of_found, np.int64)[own]
+        categories = column.categories
+    values = sorted(numbers)
+    ranks = np.empty(len(values), np.int64)
+    ranks[[numbers[value] for value in values]] = np.arange(len(values))
+    if categories is not None:
+        words = categories().tolist()
+        values = [words[code] if code < len(words) else code for code in values]
+    return values, ranks[codes]
 
 
 def _shares(names: Sequence[Any], proportions: Any) -> np.ndarray:

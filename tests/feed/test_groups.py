@@ -15,6 +15,7 @@ from support.object_server import object_server
 from torch.utils.data import DataLoader
 
 import h5chunk
+import h5chunk.feed.filter
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler, OptionError, StateError
 from h5chunk.plan.draws import REPEAT
 from h5chunk.plan.groups import GroupOrder, GroupSelection
@@ -236,12 +237,20 @@ def test_errors_name_the_remedy(dataset, options, message):
         ChunkSampler(dataset, **{"batch_size": 12, **options})
 
 
+def test_groups_are_read_in_parts(dataset, monkeypatch):
+    expected = [batches_of(ChunkSampler(dataset, 12, **mode)) for mode in MODES]
+    monkeypatch.setattr(h5chunk.feed.filter, "PART_SAMPLES", 7)
+    assert [batches_of(ChunkSampler(dataset, 12, **mode)) for mode in MODES] == expected
+    assert expected[0] == batches_of(ChunkSampler(dataset, 12, groups=LABEL))
+    assert expected[7] == batches_of(ChunkSampler(dataset, 12, **{**MODES[7], "groups": DRUG.astype(str)}))
+
+
 def test_missing_groups_and_echoes_are_refused(tmp_path, dataset):
     with pytest.raises(OptionError, match="by group are not repeated"):
         ChunkLoader(dataset, batch_sampler=ChunkSampler(dataset, 12, groups="label"), echo=2)
     make_file(tmp_path / "b.h5", images=(np.zeros((4, 9)), {}), dose=(np.array([1, np.nan, 2, 2]), {}))
     doses = ChunkDataset(tmp_path / "b.h5")
-    with pytest.raises(OptionError, match=r"no value in 1 sample, such as sample 1: .*dose == dose"):
+    with pytest.raises(OptionError, match=r"no value for sample 1: .*dose == dose"):
         ChunkSampler(doses, 2, groups="dose")
     assert len(ChunkSampler(doses.where("dose == dose"), 2, groups="dose")) == 2
 
