@@ -29,6 +29,7 @@ _HOMES = {
     "FolderReport": "h5chunk.tools.verify.report",
     "Keyed": "h5chunk.feed.keyed",
     "MatrixReport": "h5chunk.tools.convert.report",
+    "Mix": "h5chunk.feed.mix",
     "Patches": "h5chunk.feed.patches",
     "Recommendation": "h5chunk.tools.tune.report",
     "RepackReport": "h5chunk.tools.repack.report",

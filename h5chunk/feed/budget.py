@@ -222,6 +222,10 @@ class MemoryBudget:
         held = [fields[name].grid.sample_bytes for name, layout in layouts if isinstance(layout, FrameLayout)]
         self._converted_bytes += sum(held)  # windows that are gathered for a batch
 
+    def of_source(self, source: DataSource) -> MemoryBudget:
+        """Return the budget of another source of the same fields."""
+        return MemoryBudget(source, self._converters, self._memory_bytes, reuse=self._reuse)
+
     def plan_given(self, order: GivenOrder, batch_samples: int) -> SlotPlan:
         """Plan windows of the user's batches, of ``batch_samples`` each.
 

@@ -298,6 +298,11 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return None if groups is None else groups.numbers[self.samples]
 
     @property
+    def mixture(self) -> Any:
+        """The `h5chunk.feed.mix.Mixture` by which a sampler makes batches; None for all data sets except `Mix`."""
+        return None
+
+    @property
     def fingerprint(self) -> int:
         """A checksum that is equal for copies of a file, and differs between subsets.
 
@@ -620,7 +625,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         rows = self._rows(positions)
         if self.epoch_samples:
             rows = rows + self._epoch_rows(indices, len(rows))
-        numbered = {name: compute(rows) for name, compute in self.numbered_fields.items()}
+        numbered = {name: compute(rows) for name, compute in self.numbered_fields.items() if name in self._names}
         draws, ordered = self._transforms.draws(indices, rows), isinstance(indices, TaggedBatch)
         return self._sample_reader.read(self._names, draws, numbered, shared=shared, ordered=ordered)
 

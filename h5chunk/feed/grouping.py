@@ -42,12 +42,19 @@ def group_selection(
             "proportions and groups_per_batch or controls exclude each other: with groups_per_batch, all groups are "
             "equally often in a batch, as far as their samples suffice; leave out one of them"
         )
-    names, codes = read_groups(dataset, groups)
+    mixture = dataset.mixture if groups is None else None
+    names, codes = read_groups(dataset, groups) if mixture is None else (list(mixture.names), mixture.codes)
     control_of = None
     if controls is not None:
         control_of = _controls(names, groups, controls)
         groups_per_batch = groups_per_batch or 1
-    shares = None if proportions is None else _shares(names, proportions)
+    noun = "group" if mixture is None else "member"
+    shares = None if proportions is None else shares_of(names, proportions, noun=noun)
+    if mixture is not None:
+        shares = mixture.shares if shares is None else shares
+        for number in np.flatnonzero((shares > 0) & (np.bincount(codes, minlength=len(names)) == 0))[:1].tolist():
+            raise OptionError(f"proportions has member {names[number]!r}, which has no samples here: give it 0")
+        options["length"] = mixture.epoch
     return GroupSelection.of(
         codes,
         chunks,
@@ -108,22 +115,24 @@ def _groups_of_field(dataset: ChunkDataset, name: str) -> tuple[list[Any], np.nd
     return values, ranks[codes]
 
 
-def _shares(names: Sequence[Any], proportions: Any) -> np.ndarray:
-    """Return the proportion of each group: (num_groups,) float64."""
+def shares_of(names: Sequence[Any], proportions: Any, argument: str = "proportions", noun: str = "group") -> np.ndarray:
+    """Return the proportion of each group: (num_groups,) float64. A list, as in a saved state, has them in order."""
     if isinstance(proportions, str) and proportions == EQUAL:
         return np.ones(len(names))
+    if isinstance(proportions, list) and len(proportions) == len(names):
+        proportions = dict(zip(names, proportions, strict=True))
     if not isinstance(proportions, Mapping):
-        raise OptionError(f"proportions is {proportions!r}: pass a mapping of groups to numbers, or {EQUAL!r}")
+        raise OptionError(f"{argument} is {proportions!r}: pass a mapping of {noun}s to numbers, or {EQUAL!r}")
     for group in [group for group in proportions if group not in names][:1]:
-        raise OptionError(f"proportions has {group!r}, but the groups are {names_text(names)}: name one of them")
+        raise OptionError(f"{argument} has {group!r}, but the {noun}s are {names_text(names)}: name one of them")
     for group in [group for group in names if group not in proportions][:1]:
-        raise OptionError(f"proportions lacks the group {group!r}: add it, with 0 to leave its samples out")
+        raise OptionError(f"{argument} lacks the {noun} {group!r}: add it, with 0 to leave its samples out")
     try:
         shares = np.array([float(proportions[group]) for group in names])
     except (TypeError, ValueError):
         shares = np.array([np.nan])
     if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.any()):
-        raise OptionError(f"proportions is {dict(proportions)!r}: pass finite numbers, 0 or more, and one above 0")
+        raise OptionError(f"{argument} is {dict(proportions)!r}: pass finite numbers, 0 or more, and one above 0")
     return shares
 
 

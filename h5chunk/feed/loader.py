@@ -6,6 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -162,7 +163,6 @@ class ChunkLoader(Resumable):
         An argument is invalid, or the file does not allow ``reader="direct"``, with the reason.
     """
 
-    _template: Any  # an `Order` or a `GivenOrder`
     batch_sampler: Any
 
     # as in a DataLoader without workers, for code that makes a DataLoader of this loader's attributes
@@ -221,15 +221,22 @@ class ChunkLoader(Resumable):
         if isinstance(batch_sampler, ChunkSampler):
             batch_sampler.check_data(dataset)
             self._position, self._given_rank = batch_sampler._position, batch_sampler._given_rank
+            self._planned_for = batch_sampler._template
             order, min_chunks = _order_in_file(batch_sampler, dataset, echo)
         else:
             self._given, self._given_rank = GivenBatches(batch_sampler, dataset), 0  # each rank has its own batches
             self._position, order, min_chunks = self._given.position, self._given.order(seed), None
         if echo != 1 and order.without_echo:
             raise OptionError(f"echo is {echo}, but {order.without_echo} are not repeated: leave echo out")
-        self._source = make_source(
-            dataset, order, reader=reader, device=target, num_threads=num_threads, timeout_s=timeout or None
-        )
+        self._data, self._transforms = dataset, by_field
+        self._device, self._reuse, self._echo = target, reuse, float(echo)
+        self._reading: dict[str, Any] = {
+            "reader": reader,
+            "device": target,
+            "num_threads": num_threads,
+            "timeout_s": timeout or None,
+        }
+        self._source = make_source(dataset, order, **self._reading)
         self._pipelines = [FieldPipeline(by_field[name], dataset.field(name), reuse=reuse) for name in dataset.fields]
         converters = [pipeline.converter for pipeline in self._pipelines]
         for name, converter in zip(dataset.fields, converters, strict=True):
@@ -239,14 +246,12 @@ class ChunkLoader(Resumable):
             if isinstance(converter, (AugmentConverter, RowConverter)):
                 converter.threads.limit = num_threads
             converter.prepare(target if isinstance(converter, AnySizeConverter) else self._source.device)
-        self._data, self._transforms = dataset, by_field
         self._budget = MemoryBudget(self._source, converters, memory_bytes, reuse=reuse)
         self._plan = self._budget.plan(resident, order, min_chunks=min_chunks)
         self.is_resident = self._plan is None
         self._template = order if self._plan is None else self._plan.order
         # echoed batches must not change if the caller changes a batch in place
         keep = self.is_resident or (self._source.device.type == "cpu" and echo == 1 and not self._source.has_frames)
-        self._device, self._reuse, self._echo = target, reuse, float(echo)
         by_name = ByName({name: own.converter.pair for name, own in zip(dataset.fields, self._pipelines, strict=True)})
         self._by_name = by_name if dataset.as_dict else None
         moved_to = None if target == self._source.device else target
@@ -254,6 +259,25 @@ class ChunkLoader(Resumable):
         self.report = EpochReport()
         self._feed: WindowStream | Resident | None = None
         self._iterated: WindowStream | Resident | None = None
+
+    @property
+    def _template(self) -> Any:
+        """An `Order` or a `GivenOrder`. If the proportions of the sampler were changed, it is planned again."""
+        if self._given is None and self._planned_for is not self.batch_sampler._template:
+            order, min_chunks = _order_in_file(self.batch_sampler, self._data, self._echo)
+            if not self.is_resident:  # samples may be repeated more often, so that windows need other memory
+                self.close()
+                self._source = make_source(self._data, order, **self._reading)
+                self._budget = self._budget.of_source(self._source)
+                self._plan = self._budget.plan(False, order, min_chunks=min_chunks)
+                assert self._plan is not None
+            self._order = order if self._plan is None else self._plan.order
+            self._planned_for = self.batch_sampler._template
+        return self._order
+
+    @_template.setter
+    def _template(self, order: Any) -> None:
+        self._order = order
 
     @property
     def _identity(self) -> int:
@@ -352,6 +376,11 @@ class ChunkLoader(Resumable):
         epoch, batch = self._position.reached
         own = {} if self._given is None else self._given.state(epoch, batch)
         return self._state(epoch, batch) | own
+
+    def _proportions_of(self, state: Mapping[str, Any]) -> AbstractContextManager[None]:
+        if self._given is not None:
+            return super()._proportions_of(state)
+        return self.batch_sampler._proportions_of(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

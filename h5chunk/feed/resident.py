@@ -154,7 +154,9 @@ class Resident:
     def _plan(self, order: Order) -> _DrawnOrder:
         if self._process != os.getpid():  # a fork has no threads
             self._process, self._planned = os.getpid(), {}
-        plan = self._planned.get(order.epoch) or _DrawnOrder(order)
+        plan = self._planned.get(order.epoch)
+        if plan is None or plan.selection is not order.selection:  # proportions may have changed
+            plan = _DrawnOrder(order)
         self._planned = {epoch: other for epoch, other in self._planned.items() if epoch == order.epoch - 1}
         self._planned[order.epoch] = plan
         return plan
@@ -194,6 +196,7 @@ class _DrawnOrder:
     """The order of an epoch's samples, computed in a thread. Unlike an executor's locks, its locks survive Ctrl-C."""
 
     def __init__(self, order: Order) -> None:
+        self.selection = order.selection
         self._drawn: np.ndarray | BaseException | None = None
         self._thread = threading.Thread(target=self._draw, args=(order,), name="h5chunk-order", daemon=True)
         self._thread.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from h5chunk.feed.collate import TaggedBatch, check_numbering
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.grouping import group_selection
 from h5chunk.feed.nodes import find_nodes
-from h5chunk.feed.state import State, load_state, save_state
+from h5chunk.feed.state import PROPORTIONS, State, load_state, save_state
 from h5chunk.plan.groups import GroupOrder, GroupSelection
 from h5chunk.plan.lengths import LengthOrder, usual_batch
 from h5chunk.plan.order import INTERLEAVE, Order, choose_interleave, with_full_windows
@@ -102,7 +103,12 @@ class Resumable:
             The loader repeats samples (data echoing).
         """
         self._check_state()
-        self._position.move(*load_state(state, self._template, self._identity))
+        with self._proportions_of(state):
+            self._position.move(*load_state(state, self._template, self._identity))
+
+    def _proportions_of(self, _state: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Take over the proportions of groups that a state has, in a context. If it fails, keep the old ones."""
+        return nullcontext()
 
     def _check_state(self) -> None:
         """Raise OptionError if this order's position cannot be saved or loaded."""
@@ -117,7 +123,10 @@ class Resumable:
             )
 
     def _state(self, epoch: int, batch: int) -> State:
-        return save_state(replace(self._template, epoch=epoch), batch, self._identity)
+        state = save_state(replace(self._template, epoch=epoch), batch, self._identity)
+        selection = self._template.selection
+        given = selection.proportions if isinstance(selection, GroupSelection) else None
+        return state if given is None else {**state, PROPORTIONS: list(given)}
 
 
 def find_ranks(lanes: int | None, rank: int | None, world_size: int | None) -> tuple[int, int, int]:
@@ -221,7 +230,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     proportions : mapping of groups to numbers, or "equal", optional
         The proportions of groups in each batch, relative to their sum, and 0 for groups to leave out. Numbers of
         samples are rounded up or down. An epoch has as many samples as the data set, and repeats those of rare groups,
-        as with ``weights``.
+        as with ``weights``. For a `Mix`, which needs no ``groups``, a mapping of members to numbers, in place of its
+        own proportions. `set_proportions` changes them.
     controls : group or mapping, optional
         Each set of samples is followed by as many of its control group, so that a batch has ``groups_per_batch`` (1)
         groups with ``batch_size / groups_per_batch / 2`` samples and as many controls each. A group, which is the
@@ -260,6 +270,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         proportions: Any = None,
         controls: Any = None,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "dataset", "__class__")}
         if not isinstance(dataset, ChunkDataset):
             raise OptionError(f"dataset is a {type(dataset).__name__}: pass a ChunkDataset, whose chunks are needed")
         if len(dataset) != (stored := ChunkDataset.__len__(dataset)):
@@ -272,13 +283,16 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         ranks = dict(zip(("lanes", "rank", "world_size"), find_ranks(lanes, rank, world_size), strict=True))
         by_group = {"groups_per_batch": groups_per_batch, "proportions": proportions, "controls": controls}
         selection: Selection | None
-        if groups is None:
-            for name in (name for name, value in by_group.items() if value is not None):
+        is_mixed = groups is None and dataset.mixture is not None and len(dataset) > 0
+        for name in (name for name, value in by_group.items() if value is not None and groups is None):
+            if not is_mixed or name != "proportions":
                 raise OptionError(f"{name} needs groups: pass groups, such as the name of a field, or leave {name} out")
+        if groups is None and not is_mixed:
             selection = _selection(reader, dataset, weights)
         else:
-            _check_alone(weights=weights, batch_elements=batch_elements, locality=locality, lanes=lanes)
-            _check_alone(bucket_batches=None if bucket_batches == 1 else bucket_batches)
+            alone = {"weights": weights, "batch_elements": batch_elements, "locality": locality, "lanes": lanes}
+            alone["bucket_batches"] = None if bucket_batches == 1 else bucket_batches
+            _check_alone("batches of a Mix" if is_mixed else "groups", alone)
             last = {"drop_last": drop_last, "pad": pad, "batch_size": batch_size, "world_size": ranks["world_size"]}
             if drop_last and pad:
                 raise OptionError("drop_last and pad exclude each other: pass only one of them")
@@ -289,7 +303,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         else:
             num_samples = len(selection)
             chunk_samples = max(1, round(num_samples / max(1, selection.num_chunks)))
-        kind: type[Order] = Order if groups is None else GroupOrder
+        kind: type[Order] = GroupOrder if isinstance(selection, GroupSelection) else Order
         options: dict[str, Any] = {"batch_size": batch_size}
         if batch_elements is not None or bucket_batches != 1:
             limits: dict[str, Any] = {"max_elements": batch_elements, "max_samples": batch_size, "padded": padded}
@@ -322,6 +336,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
                 stacklevel=2,
             )
         self._set(dataset, order, weights, rank, chooses_window=window_chunks is None)
+        self._arguments |= arguments
 
     @classmethod
     def of_order(cls, dataset: ChunkDataset, order: Order) -> ChunkSampler:
@@ -335,8 +350,50 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     ) -> None:
         self._template, self._position = order, Position(order.epoch)
         self._dataset, self._weights, self._given_rank = dataset, weights, rank
+        self._arguments: dict[str, Any] = {}  # those of the constructor
         self.chooses_window = chooses_window
         dataset.expect_order(order)
+
+    def set_proportions(self, proportions: Mapping[Any, float] | str) -> None:
+        """Change the ``proportions`` from the next epoch on, also those of a loader that has this sampler.
+
+        They remain until this is called again. A saved state has them, and loading it sets them.
+
+        Raises
+        ------
+        OptionError
+            The proportions are invalid; or the sampler has no proportions; or an epoch is running: call this after its
+            last batch, or after `set_epoch`.
+        """
+        running = self._position.running
+        if running is not None and running[1] is not None and running[1] < self._num_batches:
+            raise OptionError(
+                f"batch {running[1]} of {self._num_batches} of an epoch is running: set proportions after the last "
+                "batch or, if you leave the epoch early, after set_epoch"
+            )
+        self._change(proportions)
+
+    def _change(self, proportions: Any) -> None:
+        selection = self._template.selection
+        if not self._arguments or not isinstance(selection, GroupSelection) or selection.proportions is None:
+            raise OptionError("this sampler has no proportions: create it with proportions=, or for a Mix")
+        changed = ChunkSampler(self._dataset, **{**self._arguments, "proportions": proportions})
+        self._template = changed._template
+        self.__dict__.pop("_identity", None)
+
+    @contextmanager
+    def _proportions_of(self, state: Mapping[str, Any]) -> Iterator[None]:
+        before, selection = self._template, self._template.selection
+        found = state.get(PROPORTIONS) if isinstance(state, Mapping) else None
+        own = list(selection.proportions or ()) if isinstance(selection, GroupSelection) else []
+        try:
+            if own and found is not None and found != own:
+                self._change(found)
+            yield
+        except BaseException:
+            self._template = before
+            self.__dict__.pop("_identity", None)
+            raise
 
     def check_data(self, dataset: ChunkDataset) -> None:
         """Raise OptionError unless a data set has the same samples as this sampler's data set."""
@@ -472,7 +529,7 @@ def _chunks(reader: Source, dataset: ChunkDataset) -> np.ndarray:
     return rows // reader.chunk_samples if starts is None else np.searchsorted(starts, rows, "right") - 1
 
 
-def _check_alone(**options: Any) -> None:
+def _check_alone(what: str, options: Mapping[str, Any]) -> None:
     """Raise OptionError if an argument is given that batches by group do not have."""
     for name in (name for name, value in options.items() if value is not None):
-        raise OptionError(f"{name} and groups exclude each other: leave one of them out")
+        raise OptionError(f"{name} and {what} exclude each other: leave one of them out")

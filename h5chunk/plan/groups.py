@@ -34,7 +34,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from h5chunk.errors import OptionError, count_text, names_text
-from h5chunk.plan.draws import REPEAT, epoch_rows, keys_of_repeated
+from h5chunk.plan.draws import MOST_REPEATS, REPEAT, epoch_rows, keys_of_repeated
 from h5chunk.plan.order import Order, Round, Window, divisors
 from h5chunk.plan.permutation import (
     ADVANCE,
@@ -49,8 +49,25 @@ from h5chunk.plan.permutation import (
 )
 from h5chunk.plan.selection import FixedSelection, starts_of_runs
 
+LONGEST, SHORTEST = "longest", "shortest"  # the group that ends an epoch of a mixture
 SLACK = 0.5  # default of `GroupSelection.slack` for the proportions of the data set
+MOST_MIXED = 1 << 31  # limit on the samples in an epoch of a mixture
 SHARE = 1 << 30  # the unit of proportions, which are whole numbers so that rounding is exact
+
+
+def mixed_counts(sizes: Indices, weights: np.ndarray, *, longest: bool) -> Indices:
+    """Return how many samples an epoch has of each group: in proportion to weights, and at least one.
+
+    A group has so many samples that it is used up first or, if ``longest``, last; these it has once.
+
+    >>> mixed_counts(np.array([6, 2]), np.array([1.0, 1.0]), longest=True).tolist()
+    [6, 6]
+    """
+    with np.errstate(over="ignore"):
+        passes = sizes / weights
+        counts = np.minimum(weights * (passes.max() if longest else passes.min()), MOST_MIXED)
+    counts = np.maximum(1, np.rint(counts)).astype(np.int64)
+    return np.asarray(counts if longest else np.minimum(counts, sizes))
 
 
 def shared_out(weights: Indices, total: int, seed: int, stream: tuple[int, int, int]) -> Indices:
@@ -99,6 +116,8 @@ class GroupSelection:
     stratified: bool
     slack: float = 0.0  # samples by which the share of a group may differ in the batches of a window, before rounding
     controls: Indices | None = None
+    in_passes: bool = False  # whether all samples of a group are drawn once before one of them is drawn again
+    proportions: tuple[float, ...] | None = None  # those that were given
     samples: Indices | None = None  # (n,): indices of the samples in the file; None: 0 to n - 1
 
     @classmethod
@@ -112,6 +131,7 @@ class GroupSelection:
         groups_per_batch: int | None = None,
         proportions: np.ndarray | None = None,
         controls: Indices | None = None,
+        length: str | int | None = None,
         world_size: int = 1,
         drop_last: bool = False,
         pad: bool = False,
@@ -120,7 +140,9 @@ class GroupSelection:
 
         ``codes``, (n,), is the group of each sample, and ``names`` has the names of the groups. ``proportions``,
         (num_groups,), is the share of each group in a batch. ``controls``, (num_groups,), is the group of controls of
-        each group, which is the group itself for those that are only controls.
+        each group, which is the group itself for those that are only controls. With ``length``, an epoch is that of a
+        mixture: until the group that is `LONGEST` or `SHORTEST`, relative to its proportion, was used once, or a number
+        of batches.
         """
         sizes = np.bincount(codes, minlength=len(names))
         drawn, control_of = np.arange(len(names)), None
@@ -137,11 +159,35 @@ class GroupSelection:
         members, own_sizes = order[: starts[-1]], sizes[drawn]
         if groups_per_batch is None:
             together, total = batch_size * world_size, len(codes) if proportions is not None else len(members)
+            shares, slack = own_sizes, SLACK
+            if proportions is not None:
+                slack, shares = 0.0, np.rint(proportions[drawn] / proportions.sum() * SHARE)
+                shares = np.maximum(1, shares).astype(np.int64)
+            if isinstance(length, int):
+                total = length * together
+            elif length is not None:
+                assert proportions is not None
+                shares = mixed_counts(own_sizes, proportions[drawn], longest=length == LONGEST)
+                total = int(shares.sum())
+            if length is not None and total >= MOST_MIXED:
+                raise OptionError(
+                    f"an epoch of the mixture would have {MOST_MIXED:,} samples or more: pass fewer batches as epoch, "
+                    "or more equal weights"
+                )
             total = total // together * together if drop_last else -(-total // together) * together if pad else total
-            if proportions is None:
-                return cls(chunks, members, starts, own_sizes, total, 1, batch_size, stratified=True, slack=SLACK)
-            shares = np.maximum(1, np.rint(proportions[drawn] / proportions.sum() * SHARE)).astype(np.int64)
-            return cls(chunks, members, starts, shares, total, 1, batch_size, stratified=True)
+            return cls(
+                chunks,
+                members,
+                starts,
+                shares,
+                total,
+                1,
+                batch_size,
+                stratified=True,
+                slack=slack,
+                in_passes=length is not None,
+                proportions=None if proportions is None else tuple(proportions.tolist()),
+            )
         num_groups = len(drawn) if control_of is None else len(control_of)
         set_samples = _set_samples(batch_size, groups_per_batch, num_groups, has_controls=control_of is not None)
         if not pad:
@@ -243,6 +289,12 @@ class GroupSelection:
             return line
         first = random_bits(len(sizes), seed, (GROUPS, epoch, 1)) % sizes.astype(np.uint64)
         turns = np.arange(int(draws.sum())) - np.repeat(np.cumsum(draws) - draws, draws)
+        if self.in_passes:  # whole passes, and then some of the samples
+            passes, places = np.divmod(turns, np.repeat(sizes, draws))
+            rest, starts = np.repeat(np.maximum(1, draws % sizes), draws), np.repeat(first.astype(np.int64), draws)
+            some = (places * np.repeat(sizes, draws) + starts) // rest
+            places = np.where(passes == np.repeat(draws // sizes, draws), some, places)
+            return np.asarray(line[np.repeat(self.starts[:-1], draws) + places] + passes % MOST_REPEATS * REPEAT)
         steps = turns * np.repeat(sizes, draws) + np.repeat(first.astype(np.int64), draws)
         positions = np.repeat(self.starts[:-1], draws) + steps // np.repeat(draws, draws)
         return np.asarray(line[positions] + keys_of_repeated(positions) - positions)

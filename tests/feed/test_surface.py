@@ -29,6 +29,13 @@ def test_a_data_set_owns_the_data():
     }  # fmt: skip
 
 
+def test_a_mix_owns_the_proportions():
+    assert arguments(h5chunk.Mix) == {
+        "members": MISSING, "*weights": None, "*temperature": None, "*epoch": "longest", "*fields": None,
+        "*transforms": None, "*as_dict": False,
+    }  # fmt: skip
+
+
 def test_a_sampler_owns_the_order():
     assert arguments(h5chunk.ChunkSampler) == {
         "dataset": MISSING, "batch_size": None, "*batch_elements": None, "*padded": True,

@@ -67,6 +67,8 @@ class EpisodeFile(Source):
     each episode, and finally the number of rows.
     """
 
+    joined_as = H5Reader.joined_as
+
     def __init__(
         self, first: H5Reader, episodes: Sequence[Episode], patterns: Mapping[str, Pattern], names: Sequence[str]
     ) -> None:

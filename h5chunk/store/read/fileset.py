@@ -70,10 +70,11 @@ class FileSet(Source):
     """Several sources that are read as one. Each of them reads a file or a part of a file.
 
     If chunks differ in size, ``chunk_samples`` is the average. ``header`` combines the headers of all files, and is
-    None if a file has none. Raises FieldError if fields or classes differ between files.
+    None if a file has none. With ``repeated``, a file may be read by several sources. Raises FieldError if fields or
+    classes differ between files.
     """
 
-    def __init__(self, readers: Sequence[Source], name: Path) -> None:
+    def __init__(self, readers: Sequence[Source], name: Path, *, repeated: bool = False) -> None:
         num_files = len({reader.path for reader in readers})
         max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if max_files != resource.RLIM_INFINITY and num_files + RESERVED_DESCRIPTORS > max_files:
@@ -81,6 +82,8 @@ class FileSet(Source):
                 f"{printable(name)} has {num_files} files, but this process may open only {max_files}: raise the "
                 f"limit with ulimit -n {2 * num_files + 1024}, or combine the files into fewer ones"
             )
+        if not repeated:
+            _check_repeats(readers)
         _check_names(readers)
         fields = {
             name: combined([(reader, reader.fields[name]) for reader in readers], name) for name in readers[0].fields
@@ -93,7 +96,7 @@ class FileSet(Source):
             fields | {chunks.main.name: chunks.main},
             int(borders[-1]),
             readers=readers,
-            trusted=readers[0].trusted,
+            trusted=all(reader.trusted for reader in readers),
             checksums=readers[0].checksums,
             main=chunks.main.name,
             starts=borders,
@@ -104,14 +107,27 @@ class FileSet(Source):
         self.header = _combine_headers(self)
 
     @property
+    def joined_as(self) -> str:  # type: ignore[override]
+        return self.readers[0].joined_as
+
+    @property
     def computed(self) -> dict[str, Computed]:
-        """The computed fields of the files, which have equal dtypes."""
+        """The computed fields of the files, whose dtypes are equal, or are those of strings."""
         fields = {name: computed.field for name, computed in self.readers[0].computed.items()}
         return {
             name: Computed.described(
-                name, (self.num_samples, *field.sample_shape), field.dtype, partial(self._compute, name)
+                name, (self.num_samples, *field.sample_shape), self._dtypes[name], partial(self._compute, name)
             )
             for name, field in fields.items()
+        }
+
+    @cached_property
+    def _dtypes(self) -> dict[str, np.dtype]:
+        """The dtypes of the computed fields."""
+        first, *others = [reader.computed for reader in self.readers]
+        return {
+            name: np.result_type(one.field.dtype, *(each[name].field.dtype for each in others))
+            for name, one in first.items()
         }
 
     def _compute(self, name: str, samples: np.ndarray) -> np.ndarray:
@@ -181,10 +197,9 @@ def are_images(readers: Sequence[Source], *, surely: bool = False) -> bool:
     return is_image and all(len(other) == len(shape) and other[:2] == shape[:2] for other in others)
 
 
-def _check_names(readers: Sequence[Source]) -> None:
-    """Raise OptionError if a file is repeated, and FieldError if the names of fields differ between files."""
+def _check_repeats(readers: Sequence[Source]) -> None:
+    """Raise OptionError if a file is repeated."""
     seen: dict[tuple[object, ...], Path] = {}
-    first = readers[0]
     for reader in readers:
         datasets = (field.dataset for field in reader.fields.values())
         other = seen.setdefault((*reader.stamp[:2], *datasets), reader.path)
@@ -193,6 +208,11 @@ def _check_names(readers: Sequence[Source]) -> None:
                 f"{printable(reader.path)} is the same file as {printable(other)}: name it once, and use weights to "
                 "repeat samples"
             )
+
+
+def _check_names(readers: Sequence[Source]) -> None:
+    """Raise FieldError if the names of fields differ between files."""
+    first = readers[0]
     for reader in readers[1:]:
         if list(reader.fields) != list(first.fields):
             fields, expected = (", ".join(map(repr, named.fields)) for named in (reader, first))

@@ -62,6 +62,8 @@ class KeyedReader(Source):
     opened whenever they are read.
     """
 
+    joined_as = "samples that are datasets"
+
     def __init__(
         self,
         path: Path,

@@ -64,6 +64,7 @@ class H5Reader(Source):
     lengths, and a table stands for its columns.
     """
 
+    joined_as = "rows of datasets"
     why_no_labels: str = ""  # the reason why labels are not read by default, or empty
 
     def __init__(

@@ -75,6 +75,7 @@ class Source:
     """
 
     decode = ""  # how packed numbers of other fields are converted
+    joined_as = ""  # what is joined if several sources of this kind become one; empty if they cannot
     epoch_samples = 0  # offset added to the sample numbers per epoch, if each epoch has different samples
 
     def __init__(
@@ -192,7 +193,7 @@ class Source:
     def datasets_of(self, field: str) -> list[tuple[Path, str]]:
         """Return the file and the path of each dataset that has values of a field, or of the dataset ``field``."""
         if self._readers:
-            return [dataset for reader in self._readers for dataset in reader.datasets_of(field)]
+            return list(dict.fromkeys(each for reader in self._readers for each in reader.datasets_of(field)))
         stored = self.fields.get(field)
         if isinstance(stored, Field) and stored.sample_axis:
             raise FieldError(

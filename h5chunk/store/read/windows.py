@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h5chunk.attributes import cached_property
+from h5chunk.errors import FieldError, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.plan.selection import starts_of_runs
 from h5chunk.store.read.fields import WINDOW, Field
+from h5chunk.store.read.fileset import FileSet
 from h5chunk.store.read.samples import FieldReader, WindowRows
 from h5chunk.store.read.source import Computed, Groups, Source, SourceFile
 
@@ -76,7 +78,7 @@ class WindowReader(Source):
         self.futures, self._masks, self._seed = frozenset(futures), dict(masks), seed
         self.sources, self.extra, borders = tuple(episodes.sources), episodes.extra, episodes.borders
         self.episodes, self.episode_names = np.searchsorted(borders, anchors, "right") - 1, list(episodes.names)
-        self._constants = dict(episodes.constants)
+        self._constants, self._borders = dict(episodes.constants), borders
         self._first, self._last = borders[self.episodes], borders[self.episodes + 1] - 1
         # the order of windows is that of the chunks of the largest field
         self.frames = frames = max(self.sources, key=lambda source: source.main.grid.sample_bytes)
@@ -97,6 +99,45 @@ class WindowReader(Source):
             chunk_samples=max(1, round(len(anchors) / max(1, len(chunk_starts) - 1))),
             chunk_starts=chunk_starts,
         )
+
+    @property
+    def joined_as(self) -> str:  # type: ignore[override]
+        return "windows" if all(source.joined_as for source in self.sources) else ""
+
+    @classmethod
+    def joined(cls, parts: Sequence[WindowReader], name: Path) -> WindowReader:
+        """Join windows of different episodes. Raises FieldError if they differ in their frames."""
+        first = parts[0]
+        for part in parts[1:]:
+            for what, own, other in zip(
+                ("time steps of the frames", "goals", "masks of padding", "last frames of episodes", "constants"),
+                *([each._numbers, each.futures, each._masks, each.extra, [*each._constants]] for each in (part, first)),
+                strict=True,
+            ):
+                if own != other:
+                    raise FieldError(
+                        f"{printable(part.path)}: the {what} are {own!s:.100}, but in {printable(first.path)} they are "
+                        f"{other!s:.100}: open both in the same way"
+                    )
+        starts = np.cumsum([0, *(part._borders[-1] for part in parts)])
+        sources = [
+            FileSet([reader for source in own for reader in source.readers], name, repeated=True)
+            for own in zip(*(part.sources for part in parts), strict=True)
+        ]
+        episodes = Episodes(
+            sources,
+            np.concatenate([[0], *(part._borders[1:] + start for part, start in zip(parts, starts, strict=False))]),
+            [name for part in parts for name in part.episode_names],
+            {of: np.concatenate([part._constants[of] for part in parts]) for of in first._constants},
+        )
+        anchors = np.concatenate([part.anchors + start for part, start in zip(parts, starts, strict=False)])
+        how: dict[str, Any] = {"futures": first.futures, "masks": first._masks, "seed": first._seed}
+        return cls(episodes, anchors, first.steps, **how)
+
+    @property
+    def _numbers(self) -> dict[str, list[int]]:
+        """The offsets of each field's frames from the anchor."""
+        return {name: steps.tolist() for name, steps in self.steps.items()}
 
     @property
     def readers(self) -> tuple[Source, ...]:
@@ -300,8 +341,7 @@ class WindowReader(Source):
     @cached_property
     def fingerprint(self) -> int:
         """A CRC-32 of the fingerprint of the frames, and of the rows of all windows."""
-        steps = {name: steps.tolist() for name, steps in self.steps.items()}
-        fingerprint = zlib.crc32(repr((steps, sorted(self.futures), self._seed)).encode())
+        fingerprint = zlib.crc32(repr((self._numbers, sorted(self.futures), self._seed)).encode())
         for table in (self.anchors, self._first, self._last, *self._constants.values()):
             fingerprint = zlib.crc32(table.tobytes(), fingerprint)
         for source in self.sources:
