@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from support.commands import run
 from support.encoded import encoded, put
 from support.foreign import make_file, values
 from support.info_code import printed_code, run_code
@@ -561,6 +562,22 @@ def test_the_code_for_a_url_uses_no_h5py(tmp_path: Path) -> None:
         report = str(h5chunk.info(f"{server.url}/jpg.h5"))
         assert "download the file" in report and "h5py.File" not in report
     assert "h5py.File" in str(h5chunk.info(tmp_path / "a.h5"))
+
+
+def test_several_files_are_described_as_one_data_set_or_with_what_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, make in (("f1", fields(x=np.zeros((30, 5)))), ("f2", fields(x=np.zeros((9, 5)), z=np.zeros((9, 2))))):
+        make(Path(f"{name}.h5"))
+    scope: dict[str, Any] = {}
+    exec(printed_code("f1.h5", "f2.h5"), scope)
+    assert len(scope["data"]) == 39
+    fields(y=np.zeros((20, 5)))(Path("f3.h5"))
+    for arguments in (["f?.h5"], ["f1.h5", "f2.h5", "f3.h5"]):
+        report = run("info", *arguments).stdout
+        assert "no field is in all files (f1.h5 has x; f3.h5 has y)" in report and "--fields" not in report
+        assert "(h5chunk info f1.h5)" in report
 
 
 def test_groups_of_classes_get_code_with_labels(tmp_path: Path) -> None:

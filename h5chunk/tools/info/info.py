@@ -232,11 +232,13 @@ def _describe_set(path: Paths, argument: str, files: Sequence[FileInfo], trusted
             reader = open_reader(path, trusted=trusted)
         except FieldError:
             names = [name for name in files[0].fields if all(name in file.fields for file in files)] if files else []
-            if not names:
+            if not files:
                 raise
+            if not names:
+                return _describe_parts(files, trusted) or {"mismatch": _nothing_common(files)}
             reader = open_reader(path, fields={name: name for name in names}, trusted=trusted)
     except H5ChunkError as error:
-        return _describe_parts(files, trusted) or {"mismatch": str(error)}
+        return _describe_parts(files, trusted) or {"mismatch": str(error).replace(" (--fields)", "")}
     fields = []
     images = files[0].images if files else []
     for name, field in reader.fields.items():
@@ -264,6 +266,17 @@ def _describe_set(path: Paths, argument: str, files: Sequence[FileInfo], trusted
         "is_shuffled": bool(reader.header and reader.header.shuffled),
         "code": training_code(argument, [*reader.fields], () if names else [*reader.fields], images, more),
     }
+
+
+def _nothing_common(files: Sequence[FileInfo]) -> str:
+    """Say that no field is in all files, with the fields of two that differ."""
+    first = files[0]
+    other = next((file for file in files if not {*first.fields[:1]} & {*file.fields}), files[-1])
+    listed = "; ".join(
+        f"{file.path} has {names_text(file.fields[:MAX_FIELDS]) or 'no fields'}" for file in (first, other)
+    )
+    one = shell_command(["h5chunk", "info", first.path])
+    return f"no field is in all files ({listed}): describe one at a time ({one}), or only files that are alike"
 
 
 def _notes_on_bags(argument: str, files: Sequence[FileInfo], reader: Source) -> list[str]:
