@@ -415,6 +415,10 @@ class GroupOrder(Order):
         controls = "" if sets.controls is None else f", each with {sets.set_samples} controls"
         return f"{self.batch_size} ({count_text(sets.batch_sets, 'group')} x {sets.set_samples}{controls})"
 
+    def __str__(self) -> str:
+        left_out = f"; an epoch leaves out {count_text(number, 'sample')}" if (number := self.num_left_out) else ""
+        return f"{self!r}: {count_text(self.num_batches, 'batch')} of {self.batch_text}{left_out}"
+
     def numbers_of(self, keys: Indices) -> Indices:
         return np.asarray(keys % REPEAT)
 

@@ -111,6 +111,7 @@ def test_batches_of_one_group(dataset):
     assert len(batches) == 20 * (15 // 6) and len(set(chain(*batches))) == len(batches) * 6
     report = sampler.report()
     assert report.effective_batch == pytest.approx(1) and report.left_out == 20 * 3 and report.chunk_reads >= 1
+    assert "40 batches of 6 (1 group x 6); an epoch leaves out 60 samples" in repr(sampler)
     first, second = (set(range(N)) - set(chain(*each)) for each in (batches, batches_of(sampler)))
     assert first != second  # other samples are left out
     padded = batches_of(ChunkSampler(dataset, 6, groups="subject", groups_per_batch=1, pad=True))
