@@ -98,14 +98,15 @@ class ChunkLoader(Resumable):
     batch_elements : int, optional
         For samples that differ in length: the maximum number of elements in a batch, as for `ChunkSampler`; with
         `h5chunk.transforms.Pack`, elements are not padded.
-    batch_sampler : ChunkSampler, optional
-        The order of the samples of ``data``, with settings that the next three arguments do not cover: window size,
-        ranks, weights, padding. The loader starts at the position of the sampler: at its epoch and, if a state was
-        loaded, at its batch.
+    batch_sampler : ChunkSampler or iterable of lists of int, optional
+        The order of the samples of ``data``. A ChunkSampler has settings that the next three arguments do not cover:
+        window size, ranks, weights, groups, padding. The loader starts at the position of the sampler: at its epoch
+        and, if a state was loaded, at its batch. Any other iterable yields the sample numbers of each batch: see "Your
+        own order".
     shuffle : bool
         False: keep the order of the file.
     seed : int
-        Seed of the order.
+        Seed of the order, and of random transforms. With your own order, of the latter only.
     drop_last : bool
         Leave out the last batch if it is not full.
     transforms : callable, list of callables, or dict of these, optional
@@ -143,15 +144,48 @@ class ChunkLoader(Resumable):
     num_workers : None
         Not supported, because threads of this process read: see ``num_threads``.
 
+    Your own order
+    --------------
+    ``batch_sampler`` may be torch's ``BatchSampler`` around any sampler, or an object of your own whose ``__iter__``
+    yields lists of sample numbers (positions in ``data``). Batches may differ in size, and samples may be repeated;
+    random transforms then differ each time. For example, easy samples first (``difficulty`` has a number for each)::
+
+        class Curriculum:
+            epoch = 0
+
+            def set_epoch(self, epoch):
+                self.epoch = epoch
+
+            def __iter__(self):
+                easiest = np.argsort(difficulty)[: 10_000 * (self.epoch + 1)]
+                return iter(np.random.default_rng(self.epoch).permutation(easiest)[: 256 * 39].reshape(39, 256))
+
+    Hard examples: ``BatchSampler(WeightedRandomSampler(losses, len(losses)), 256, False)``. The images notebook has
+    these, and batches of P classes with K samples each.
+
+    - Batches are drawn in the thread that iterates the loader, up to `read_ahead_samples` samples before their use, and
+      never before the epoch begins. What a sampler learns from training takes effect that much later; with a smaller
+      ``memory_bytes``, it does so earlier.
+    - Several batches are read together, in the order of the file. This order is slower than a ChunkSampler's if samples
+      are much smaller than 100 KB, or if whole chunks must be read for a few of their samples (`read_amplification`).
+    - Each iteration of the loader iterates the sampler anew. `set_epoch` is passed on to it, or to the sampler in a
+      ``BatchSampler``; call it before each epoch, as with a DataLoader.
+    - The position can be saved if the sampler, its iterator (torchdata's), or the sampler in torch's ``BatchSampler``
+      has ``state_dict`` and ``load_state_dict``: the state is that after the last batch that the loader returned. Or if
+      it has ``set_epoch`` and you call the loader's: the batches of the epoch are then drawn again, and those that were
+      used are skipped. A list of batches needs neither. Otherwise, `state_dict` raises OptionError.
+    - Nothing is divided among ranks: the sampler of each rank yields the batches of that rank, as with torch's
+      ``DistributedSampler``, and as many as those of the other ranks.
+
     Attributes
     ----------
     report : EpochReport
         Rates of the current or last epoch: samples/s, fresh samples, and the time spent waiting for batches.
     is_resident : bool
         Whether all data is kept on the device.
-    batch_sampler : ChunkSampler
-        The sampler that holds the position: the one that was given, or one that the loader created. Lightning's Trainer
-        calls its ``set_epoch``.
+    batch_sampler : ChunkSampler or iterable
+        The one that was given, or a ChunkSampler that the loader created. Lightning's Trainer calls the ``set_epoch``
+        of `sampler`, which in your own order is the loader's.
 
     Raises
     ------
@@ -337,7 +371,10 @@ class ChunkLoader(Resumable):
 
     @property
     def read_ahead_samples(self) -> int:
-        """Maximum number of samples that are read ahead. It is 0 if all data is kept on the device."""
+        """Maximum number of samples that are read ahead. It is 0 if all data is kept on the device.
+
+        With your own ``batch_sampler``, an epoch begins with so many samples; larger batches may make it larger.
+        """
         return 0 if self._plan is None else self._plan.num_slots * self._plan.window_samples
 
     @property
