@@ -596,6 +596,35 @@ class Volumes(Kind):
         return samples[volume][0][box], samples[volume][1][box], position
 
 
+class Mixed(Kind):
+    """A mixture, whose members are files of another kind."""
+
+    def __init__(self, of: Kind, **changes: Any) -> None:
+        self.of = of
+        names = ("sizes", "single", "numbers", "fields", "is_coded", "empty")
+        super().__init__(f"mixed {of}", **{**{name: getattr(of, name) for name in names}, **changes})
+
+    def write(self, folder: Path, seed: int) -> list[Path]:
+        found = []
+        for number in range(2):
+            (folder / str(number)).mkdir()
+            for path in self.of.write(folder / str(number), 10 * seed + number):
+                found.append(path.rename(folder / f"{number}{path.name}"))
+        return found
+
+    def open(self, paths: Sequence[Any], *, numbered: bool = False, **options: Any) -> Any:
+        own = {name: options.pop(name) for name in ("transforms", "as_dict") if name in options}
+        members = {f"member {number}": self.of.open([path], **options) for number, path in enumerate(paths)}
+        fields = [*members["member 0"].fields, "sample_number"] if numbered else None
+        return h5chunk.Mix(members, fields=fields, **own)
+
+    def samples(self, paths: Sequence[Path]) -> list[Sample]:
+        return self.of.samples(paths)
+
+    def stored(self, paths: Sequence[Path]) -> np.ndarray:
+        return self.of.stored(paths)
+
+
 WHOLE, PIECES = (4, 5, 7), (8, 3, 3)
 GZIP = {"chunks": WHOLE, "compression": "gzip"}
 FILTERS: dict[str, Mapping[str, Any]] = {
@@ -680,4 +709,11 @@ KINDS: list[Kind] = [
     Volumes("patches", empty={**Volumes.empty, "resident": Empty("each epoch has others", "leave resident out")}),
     Volumes("patches, gzip", layout={"chunks": (4, 4, 4), "compression": "gzip"}, is_coded=True, is_tiled=True),
     Volumes("tiles", is_tiled=True),
+    Mixed(Rows("chunked", layout={"chunks": WHOLE})),
+    Mixed(Converted("converted"), empty=dict.fromkeys(("changed", "changed_loader"), NOT_NOTICED)),
+    Mixed(AnnData("AnnData")),
+    Mixed(Ragged("ragged, gzip", options=BY_LENGTHS, layout={"chunks": (5, 2), "compression": "gzip"}, is_coded=True)),
+    Mixed(EachDataset("dataset per sample, gzip", layout={"chunks": (4, 2), "compression": "gzip"})),
+    Mixed(Episodes("episodes by lengths")),
+    Mixed(Episodes("episodes as groups", where="groups")),
 ]

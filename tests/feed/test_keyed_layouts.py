@@ -196,3 +196,15 @@ def test_samples_are_those_of_h5py(tmp_path: Path, name: str) -> None:
             value = found.pop(0)
             assert value == fact if isinstance(fact, str) else np.allclose(value, fact)
         assert not found
+
+
+def test_files_store_samples_in_different_ways(tmp_path):
+    for number, how in enumerate([{}, {"chunks": (4,), "compression": "gzip"}, {}]):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            for sample in range(3):
+                file.create_dataset(f"s{sample}/data", data=np.arange(9) + 100 * number + 10 * sample, **how)
+    dataset = h5chunk.Keyed(tmp_path, "*/data")
+    expected = [[*range(start, start + 9)] for start in (0, 10, 20, 100, 110, 120, 200, 210, 220)]
+    assert dataset[:][0].tolist() == expected
+    with h5chunk.ChunkLoader(dataset, 4, shuffle=False) as loader:
+        assert [row for (batch,) in loader for row in batch.tolist()] == expected

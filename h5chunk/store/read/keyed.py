@@ -178,8 +178,8 @@ class KeyedReader(Source):
         if arrays.is_raw and not field.is_ragged and not self.are_samples and len(blocks.offset) == len(shape):
             # all samples are runs of bytes of one size, which are rows of an array with one row in each block
             row = np.array([[len(shape)]]), np.ones((1, 1), np.int64), np.zeros(1, np.int64)
-            arrays = Arrays(int(shape[0].prod()) * item, zero, *row, blocks, (), (origin,), zero)
-            return Part(Rows, (arrays,))
+            rows = Arrays(int(shape[0].prod()) * item, zero, *row, blocks, (), (origin,), zero)
+            return Part(Rows, (rows,), otherwise=Part(Elements, (arrays,), step_items=field.step_items))
         sizes = field.sample_bytes() if field.is_ragged else None
         return Part(Elements, (arrays,), step_items=field.step_items, sizes=sizes)
 

@@ -177,7 +177,8 @@ class Part(NamedTuple):
     """What one file, or several parts of it, store of a field: the arrays of samples of one kind.
 
     ``starts`` is the first sample of each dataset, and ``axis`` the axis of samples. ``sizes`` has the lengths of
-    elements in bytes, and ``texts`` names the datasets of encoded images.
+    elements in bytes, and ``texts`` names the datasets of encoded images. ``otherwise`` describes the same samples in
+    the way of other files that do not store them like this.
     """
 
     kind: type[FieldReader]
@@ -187,11 +188,14 @@ class Part(NamedTuple):
     sizes: np.ndarray | None = None
     texts: tuple[str, ...] = ()
     axis: int = 0
+    otherwise: Any = None  # a `Part`
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[int, Part]]) -> Part:
         """Join parts, each of which begins at a sample."""
         filled = [each for each in parts if each[1].arrays] or parts[:1]  # a matrix without entries has no arrays
+        if len({part.kind for _, part in filled}) > 1:
+            filled = [(start, part.otherwise or part) for start, part in filled]
         own = [part for _, part in filled]
         sizes = [part.sizes for part in own if part.sizes is not None]
         return own[0]._replace(
