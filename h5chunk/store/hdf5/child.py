@@ -41,6 +41,7 @@ Say = Callable[[Any], None]
 
 LOOP_S = 60.0  # CPU time of a thread without a read, write or message, after which a child counts as looping
 IDLE_S = 120.0  # time during which all threads sleep, after which a child counts as stuck
+START_S = 120.0  # time in which a child must have been started
 LOOK_S, MEMORY_LOOK_S = 1.0, 0.05  # time between checks of a child, and of its memory
 METADATA_BYTES = 256 << 20  # limit on the memory that a child may use for metadata
 METADATA_RATIO = 128  # additional bytes of memory per byte of the file: HDF5 needs 20 KB for a small open object
@@ -264,7 +265,7 @@ class _Helper:
             unused.enter_context(self._control)
             self._process = start_python("h5chunk.store.hdf5.helper:serve", theirs.fileno(), **streams)
             unused.pop_all()
-        self._control.settimeout(IDLE_S)
+        self._control.settimeout(START_S)
         self._lock = threading.Lock()
 
     def ask(self, request: str, *descriptors: int) -> int:
@@ -385,7 +386,8 @@ class _Watch:
     def __init__(self, child: int) -> None:
         self._folder = Path(f"/proc/{child}")
         self.moved: bytes | None = None  # the kernel's counters of reads and writes at the last progress
-        self._ticks: dict[str, tuple[str, int]] = {}
+        self._ticks: dict[str, tuple[str, int]] = {}  # of the threads at the last progress
+        self._threads_before: dict[str, tuple[str, int]] = {}  # when a thread last computed
         self._since = 0.0
 
     def check(self, name: str) -> None:
@@ -403,8 +405,8 @@ class _Watch:
         ran = max((ticks - self._ticks.get(thread, ("", 0))[1] for thread, (_, ticks) in threads.items()), default=0)
         if ran > LOOP_S * per_s:
             raise FileError(f"{name}: this file makes HDF5 loop endlessly: it is damaged")
-        if any(state != "S" for state, _ in threads.values()) or ran:
-            self._since = time.monotonic()
+        if any(state != "S" for state, _ in threads.values()) or threads != self._threads_before:
+            self._threads_before, self._since = threads, time.monotonic()
         elif time.monotonic() - self._since > IDLE_S:
             raise Stuck(f"{name}: a process that was started to read it made no progress for {IDLE_S:.0f} s")
 
