@@ -546,6 +546,8 @@ def test_tables_packed_numbers_and_attributes_of_samples_are_in_the_code(tmp_pat
     fields(t2m=packed)(tmp_path / "cf.h5")
     ((batch,),) = run_code(tmp_path / "cf.h5")["loader"]
     assert batch.unique().tolist() == [4.5]
+    fields(t2m=packed, u={"data": np.zeros((30, 5), "i2"), "scale_factor": "x"})(tmp_path / "odd.h5")
+    assert len(run_code(tmp_path / "odd.h5")["data"]) == 30  # without decode, which refuses u
     fields(**{f"s__{n:03}": {"data": np.zeros((4, 5)), "label": n, "who": "p"} for n in range(120)})(tmp_path / "a.h5")
     labels = [int(label) for batch in run_code(tmp_path / "a.h5")["loader"] for label in batch[1]]
     assert sorted(labels) == [*range(120)]

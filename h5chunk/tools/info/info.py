@@ -571,6 +571,7 @@ def _describe(name: str, dataset: h5py.Dataset, path: Path, cache: CacheSettings
     cached = usable and grid.chunk_bytes <= cache.nbytes
     num_unwritten = count_unwritten(dataset)
     reads = grid.reads_per_sample(cached) if usable else 0
+    packing, can_decode = _packing_of(dataset)
     return DatasetInfo(
         name=name,
         shape=grid.shape,
@@ -589,14 +590,16 @@ def _describe(name: str, dataset: h5py.Dataset, path: Path, cache: CacheSettings
         verdict=verdict or _verdict(dataset, path, grid, reads),
         num_unwritten=num_unwritten,
         reads_as=unwritten_value(dataset) if num_unwritten else "",
-        packing=_packing_of(dataset),
+        packing=packing,
+        can_decode=can_decode,
     )
 
 
-def _packing_of(dataset: h5py.Dataset) -> Packing | None:
-    with suppress(FieldError, *DAMAGES):  # attributes that do not fit the conventions are not described
-        return packing_of(dataset, dataset.dtype.newbyteorder("="), "")
-    return None
+def _packing_of(dataset: h5py.Dataset) -> tuple[Packing | None, bool]:
+    """Return what the numbers mean, and whether the attributes that say so fit the conventions."""
+    with suppress(FieldError, *DAMAGES):
+        return packing_of(dataset, dataset.dtype.newbyteorder("="), ""), True
+    return None, False
 
 
 def _verdict(dataset: h5py.Dataset, path: Path, grid: ChunkGrid, reads: int) -> str:

@@ -47,6 +47,7 @@ class DatasetInfo(Report):
     num_unwritten: int = 0  # number of chunks that were never written, which is legal; 1 for a contiguous dataset
     reads_as: str = ""  # the value that unwritten chunks read as
     packing: Packing | None = None  # what the stored numbers mean, by netCDF's attributes
+    can_decode: bool = True  # False if these attributes do not fit the conventions
 
     @property
     def can_train(self) -> bool:

@@ -114,7 +114,8 @@ def training_code(
 def options_text(datasets: Sequence[DatasetInfo], fields: Iterable[str], *, trusted: bool) -> str:
     """Return the arguments that a data set of these fields needs, after others. A field may have a * for any name."""
     patterns = "|".join(re.escape(name.strip("/")).replace(r"\*", "[^/]*") for name in fields)
-    is_packed = any(item.packing and re.fullmatch(patterns, item.name.strip("/")) for item in datasets)
+    items = [item for item in datasets if re.fullmatch(patterns, item.name.strip("/"))]
+    is_packed = any(item.packing for item in items) and all(item.can_decode for item in items)
     return f"{TRUSTED if trusted else ''}{DECODE if is_packed else ''}"
 
 

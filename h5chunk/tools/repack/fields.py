@@ -352,6 +352,7 @@ class _Item(NamedTuple):
     has_images: bool = False  # a survey does not look into the values
     is_number: bool = False
     packing: None = None
+    can_decode: bool = True
 
     @property
     def num_axes(self) -> int:
