@@ -143,7 +143,9 @@ class Enum(Rows):
 NOT_NOTICED = Empty("small files of several stay in memory, as they were", "DID NOT RAISE", pytest.fail.Exception)
 ONE_VALUE = Empty("there is no field of one value per sample", "name a field with one value per sample")
 OF_BATCHES = Empty("samples that differ in length are padded before", "pass them as collate_fn")
-NO_STATISTICS = {"statistics": Empty("they are of dense fields", "leave out --stats|computes only")}
+NO_STATISTICS = {
+    "statistics": Empty("they are of dense fields", "leave out --stats|info --stats --fields|from some samples")
+}
 OWN_BATCHES = ("own_batches", "own_batches_of_a_subset", "own_batches_of_a_url")
 OF_LOADERS = ("loader", "direct", "resume_loader", "resident", "memory_bytes", "one_order", "changed_loader")
 NO_LOADER = dict.fromkeys(
@@ -636,7 +638,7 @@ FILTERS: dict[str, Mapping[str, Any]] = {
     "Bitshuffle": hdf5plugin.Bitshuffle(),
 }
 BY_LENGTHS = {"lengths": {"tokens": "lengths"}}
-GROUPS = {"where": "groups", "empty": {**Episodes.empty, **NO_STATISTICS}}
+GROUPS = {"where": "groups"}
 
 KINDS: list[Kind] = [
     Rows("contiguous"),
@@ -705,7 +707,7 @@ KINDS: list[Kind] = [
     Episodes("episodes as files", where="files"),
     Episodes("episodes as groups", **GROUPS),
     Episodes("episodes as groups, gzip", layout={"chunks": (4, 8, 6, 3), "compression": "gzip"}, **GROUPS),
-    Episodes("episodes of PNG", is_png=True, **GROUPS),
+    Episodes("episodes of PNG", is_png=True, **GROUPS, empty={**Episodes.empty, **NO_STATISTICS}),
     Volumes("patches", empty={**Volumes.empty, "resident": Empty("each epoch has others", "leave resident out")}),
     Volumes("patches, gzip", layout={"chunks": (4, 4, 4), "compression": "gzip"}, is_coded=True, is_tiled=True),
     Volumes("tiles", is_tiled=True),

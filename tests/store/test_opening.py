@@ -223,7 +223,7 @@ def test_kept_chunks_of_volumes_have_one_limit_in_bytes(tmp_path: Path, monkeypa
     for row in range(reader.num_samples):
         field.read([row])
     kept = [block for block in gc.get_objects() if isinstance(block, Kept)]
-    assert 0 < sum(len(block.values) for block in kept) <= 8 << 10
+    assert 0 < sum(len(block.memory[0]) for block in kept) <= 8 << 10
     assert scratch_bytes([field.reader], 1) == 3 * 64 * 64 + (8 << 10)
 
 
