@@ -54,6 +54,8 @@ def group_selection(
         shares = mixture.shares if shares is None else shares
         for number in np.flatnonzero((shares > 0) & (np.bincount(codes, minlength=len(names)) == 0))[:1].tolist():
             raise OptionError(f"proportions has member {names[number]!r}, which has no samples here: give it 0")
+        if not shares.any():
+            raise OptionError("all members that have a weight above 0 have no samples here: select other samples")
         options["length"] = mixture.epoch
     return GroupSelection.of(
         codes,

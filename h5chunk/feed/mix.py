@@ -51,8 +51,9 @@ class Mix(ChunkDataset):
     to less than two samples of a member, except for an incomplete last batch; those of an epoch are rounded to whole
     samples. A member that an epoch uses several times is used in passes: all of its samples are used once before one is
     used again. Samples are numbered member after member. `ChunkSampler.set_proportions` changes the proportions between
-    epochs. The arguments ``weights``, ``batch_elements``, ``bucket_batches``, ``locality`` and ``lanes`` of a sampler
-    are not supported; with ``groups``, its batches are by these groups instead.
+    epochs. `statistics` are those of the files, in which each sample counts once. The arguments ``weights``,
+    ``batch_elements``, ``bucket_batches``, ``locality`` and ``lanes`` of a sampler are not supported; with ``groups``,
+    its batches are by these groups instead.
 
     Parameters
     ----------
@@ -167,19 +168,14 @@ class Mix(ChunkDataset):
     def proportions(self) -> dict[str, float]:
         """The proportion of each member in a batch. Their sum is 1. It is 0 for a member without samples."""
         shares = self.mixture.shares
-        return dict(zip(self._members, (shares / shares.sum()).tolist(), strict=True))
+        return dict(zip(self._members, (shares / (shares.sum() or 1)).tolist(), strict=True))
 
     @property
     def mixture(self) -> Mixture:
         sizes = np.array([len(part) for part in self._parts])
         weights = sizes.astype(float) if self._weights is None else np.where(sizes > 0, self._weights, 0)
-        if len(self) and not weights.any():
-            raise OptionError(
-                f"no member with a weight above 0 has samples; the weights are "
-                f"{dict(zip(self._members, self._weights.tolist(), strict=True))}: select other samples"  # type: ignore[union-attr]
-            )
-        shares = (weights / max(weights.max(initial=0), 1e-300)) ** (1 / self._temperature)
-        return Mixture(self._members, self._member_of(self.samples), np.where(weights > 0, shares, 0), self._epoch)
+        shares = (weights / (weights.max() or 1)) ** (1 / self._temperature)
+        return Mixture(self._members, self._member_of(self.samples), shares, self._epoch)
 
     @property
     def _computed(self) -> dict[str, Computed]:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Sampler
 
 from h5chunk.attributes import cached_property
-from h5chunk.errors import OptionError, count_text
+from h5chunk.errors import OptionError, StateError, count_text
 from h5chunk.feed.collate import TaggedBatch, check_numbering
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.grouping import group_selection
@@ -372,6 +372,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
                 "batch or, if you leave the epoch early, after set_epoch"
             )
         self._change(proportions)
+        self._position.running = None  # the last epoch had other proportions
 
     def _change(self, proportions: Any) -> None:
         selection = self._template.selection
@@ -387,8 +388,11 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         found = state.get(PROPORTIONS) if isinstance(state, Mapping) else None
         own = list(selection.proportions or ()) if isinstance(selection, GroupSelection) else []
         try:
-            if own and found is not None and found != own:
-                self._change(found)
+            if isinstance(found, list) and len(found) == len(own) and found != own:
+                try:
+                    self._change(found)
+                except OptionError as error:
+                    raise StateError(f"state cannot be resumed: {error}") from None
             yield
         except BaseException:
             self._template = before

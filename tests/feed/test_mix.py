@@ -174,6 +174,10 @@ def test_proportions_change_between_epochs_and_are_in_the_state(members, residen
             loader.batch_sampler.set_proportions("equal")
         third += [images[:, 0].tolist() for images, _ in batches]
         fourth = first_numbers(loader)
+    sampler = ChunkSampler(mix, 20, seed=1)
+    assert len([next(batches) for batches in [iter(sampler)] for _ in range(6)]) == 6  # but not the end
+    sampler.set_proportions("equal")
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["batch"]) == (1, 0)
     assert codes_of(mix, first[0])[0] >= 15
     assert [codes_of(mix, batch) for batch in second] == [[0, 15, 5]] * 6
     assert all(max(codes_of(mix, batch)) == 7 for batch in third)
@@ -184,6 +188,9 @@ def test_proportions_change_between_epochs_and_are_in_the_state(members, residen
         own = resumed.state_dict()
         with pytest.raises(StateError, match="other samples, weights or groups"):
             resumed.load_state_dict(state | {"proportions": [1.0, 2.0, 3.0]})
+        for wrong in ([1.0, 2.0], [-1, 2, 3], ["a", "b", "c"], "equal"):
+            with pytest.raises(StateError, match=r"state cannot be resumed|other samples, weights or groups"):
+                resumed.load_state_dict(state | {"proportions": wrong, "file": 0})
         assert resumed.state_dict() == own
         if isinstance(resumed, ChunkLoader):
             resumed.close()
@@ -214,6 +221,10 @@ def test_tables_and_subsets(members, paths):
     assert sorted(chain(*ChunkSampler(part, 8))) == list(range(46))
     with pytest.raises(OptionError, match="proportions has member 'a', which has no samples"):
         ChunkSampler(part, 8, proportions="equal")
+    none = Mix(members, weights={"a": 1, "b": 0, "c": 0}).where("member == 'b'")
+    assert none.proportions == dict.fromkeys("abc", 0) and "b 0.0%" in repr(none)
+    with pytest.raises(OptionError, match="all members that have a weight above 0 have no samples"):
+        ChunkSampler(none, 8)
     with pytest.raises(FieldError, match="--stats"):
         mix.statistics("images")
     parts = Mix(paths, weights=EQUAL).split([0.5, 0.5], seed=4, stratify="labels")
