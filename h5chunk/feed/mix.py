@@ -17,6 +17,7 @@ from h5chunk.plan.groups import LONGEST, SHORTEST
 from h5chunk.store.read.fields import SAMPLE_NUMBER
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.fileset import FileSet, set_name
+from h5chunk.store.read.joined import Joined
 from h5chunk.store.read.source import Computed, Source
 from h5chunk.store.read.windows import WindowReader
 from h5chunk.transforms import Transforms
@@ -59,7 +60,8 @@ class Mix(ChunkDataset):
     ----------
     members : mapping of str to ChunkDataset or path
         The data sets, or subsets of them, by name. They may be subsets of the same file. All must be rows of datasets,
-        or all `Keyed`, or all `Windows`; `Patches` and fields in different files are not supported.
+        or all `Keyed`, or all `Windows`, or all have the same fields in different files. `Patches`, and files that are
+        joined by a key, are not supported.
     weights : mapping of str to number, optional
         The proportion of each member, relative to their sum, and 0 to leave a member out. Default: its number of
         samples.
@@ -310,8 +312,8 @@ def _joined(sources: Sequence[Source], names: Sequence[str]) -> Source:
     for name, source in zip(names, sources, strict=True):
         if not source.joined_as:
             raise OptionError(
-                f"member {name!r} has patches, or fields in different files, which cannot be mixed: mix the batches of "
-                "several loaders, or pass rows of datasets, Keyed or Windows"
+                f"member {name!r} has patches, files that are joined by a key, or windows of fields in different "
+                "files, which cannot be mixed: use a loader for each member"
             )
         if source.joined_as != sources[0].joined_as:
             raise OptionError(
@@ -319,11 +321,8 @@ def _joined(sources: Sequence[Source], names: Sequence[str]) -> Source:
                 "members in the same way"
             )
     path = set_name([path for source in sources for path in source.paths])
-    if len(sources) == 1:
-        return sources[0]
-    if all(isinstance(source, WindowReader) for source in sources):
-        return WindowReader.joined(sources, path)  # type: ignore[arg-type]
-    return FileSet([reader for source in sources for reader in source.readers], path, repeated=True)
+    kind: Any = next((kind for kind in (WindowReader, Joined) if isinstance(sources[0], kind)), FileSet)
+    return sources[0] if len(sources) == 1 else kind.of_several(sources, path)
 
 
 def _groups(codes: np.ndarray) -> list[tuple[int, np.ndarray]]:

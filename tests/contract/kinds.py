@@ -599,7 +599,9 @@ class Volumes(Kind):
 
 
 class Mixed(Kind):
-    """A mixture, whose members are files of another kind."""
+    """A mixture, whose members have ``num_files`` files of another kind."""
+
+    num_files = 1
 
     def __init__(self, of: Kind, **changes: Any) -> None:
         self.of = of
@@ -616,15 +618,20 @@ class Mixed(Kind):
 
     def open(self, paths: Sequence[Any], *, numbered: bool = False, **options: Any) -> Any:
         own = {name: options.pop(name) for name in ("transforms", "as_dict") if name in options}
-        members = {f"member {number}": self.of.open([path], **options) for number, path in enumerate(paths)}
+        parts = self.parts(paths)
+        members = {f"member {number}": self.of.open(own, **options) for number, own in enumerate(parts)}
         fields = [*members["member 0"].fields, "sample_number"] if numbered else None
         return h5chunk.Mix(members, fields=fields, **own)
 
+    def parts(self, paths: Sequence[Any]) -> list[Sequence[Any]]:
+        """The files of each member."""
+        return [paths[first : first + self.num_files] for first in range(0, len(paths), self.num_files)]
+
     def samples(self, paths: Sequence[Path]) -> list[Sample]:
-        return self.of.samples(paths)
+        return [sample for own in self.parts(paths) for sample in self.of.samples(own)]
 
     def stored(self, paths: Sequence[Path]) -> np.ndarray:
-        return self.of.stored(paths)
+        return np.concatenate([self.of.stored(own) for own in self.parts(paths)])
 
 
 WHOLE, PIECES = (4, 5, 7), (8, 3, 3)
@@ -714,6 +721,7 @@ KINDS: list[Kind] = [
     Mixed(Rows("chunked", layout={"chunks": WHOLE})),
     Mixed(Converted("converted"), empty=dict.fromkeys(("changed", "changed_loader"), NOT_NOTICED)),
     Mixed(AnnData("AnnData")),
+    Mixed(InTwoFiles("joined files"), num_files=2),
     Mixed(Ragged("ragged, gzip", options=BY_LENGTHS, layout={"chunks": (5, 2), "compression": "gzip"}, is_coded=True)),
     Mixed(EachDataset("dataset per sample, gzip", layout={"chunks": (4, 2), "compression": "gzip"})),
     Mixed(Episodes("episodes by lengths")),

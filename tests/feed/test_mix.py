@@ -301,7 +301,12 @@ def test_errors_name_the_remedy(members, paths, traces, tmp_path):
     patches = h5chunk.Patches(traces[0], {"images": "*/data"}, (3,), per_volume=2)
     windows = [h5chunk.Windows(traces[0], {"images": "*/data"}, length) for length in (2, 3)]
     images = ChunkDataset(paths["a"], fields=["images"])
-    make_file(tmp_path / "f.h5", labels=(np.zeros(300, int), {}))
+    make_file(tmp_path / "f.h5", labels=(np.zeros(300, int), {}), other=(np.arange(300)[::-1] * 10, {}))
+    by_key = ChunkDataset({"images": paths["a"], "labels": tmp_path / "f.h5"}, key="other")
+    apart, together = (
+        ChunkDataset({"images": paths["a"], "labels": tmp_path / "f.h5", "other": where})
+        for where in (paths["a"], tmp_path / "f.h5")
+    )
     joined = ChunkDataset({"images": paths["a"], "labels": tmp_path / "f.h5"})
     for wrong, options, message in [
         ([], {}, "pass a mapping of names"),
@@ -313,8 +318,10 @@ def test_errors_name_the_remedy(members, paths, traces, tmp_path):
         ({"a": members["a"].with_transforms([h5chunk.transforms.ToDtype(torch.float32)])}, {}, "'a' has transforms"),
         ({"a": members["a"].subset([])}, {}, "member 'a' has no samples"),
         ({"a": images, "k": keyed}, {}, "'k' has samples that are datasets, but member 'a' has rows of datasets"),
-        ({"a": images, "k": patches}, {}, "member 'k' has patches, or fields in different files"),
-        ({"a": joined, "b": members["b"]}, {}, "member 'a' has patches, or fields in different files"),
+        ({"a": images, "k": patches}, {}, "member 'k' has patches, files that are joined by a key"),
+        ({"a": by_key, "b": members["b"]}, {}, "member 'a' has patches, files that are joined by a key"),
+        ({"a": joined, "b": members["b"]}, {}, "'b' has rows of datasets, but member 'a' has fields in different"),
+        ({"a": apart, "b": together}, {}, r"has the fields .*'labels', 'other'.* in its files, but"),
         (dict(zip("ab", windows, strict=True)), {}, "the time steps of the frames are"),
         (members, {"weights": {"a": 1}}, "weights lacks the member 'b'"),
         (members, {"weights": dict.fromkeys("abcd", 1)}, "weights has 'd', but the members are a, b, c"),

@@ -106,6 +106,11 @@ class FileSet(Source):
         )
         self.header = _combine_headers(self)
 
+    @classmethod
+    def of_several(cls, sources: Sequence[Source], name: Path) -> FileSet:
+        """Return a source of the samples of several sources, one after the other, which may have the same files."""
+        return cls([reader for source in sources for reader in source.readers], name, repeated=True)
+
     @property
     def joined_as(self) -> str:  # type: ignore[override]
         return self.readers[0].joined_as

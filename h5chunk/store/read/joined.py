@@ -15,7 +15,7 @@ import numpy as np
 from h5chunk.attributes import cached_property
 from h5chunk.errors import FieldError, count_text, printable
 from h5chunk.store.read.fields import SAMPLE_NUMBER, Field
-from h5chunk.store.read.fileset import set_name
+from h5chunk.store.read.fileset import FileSet, set_name
 from h5chunk.store.read.ragged import ImageSizes, RaggedField
 from h5chunk.store.read.samples import FieldReader, MappedRows
 from h5chunk.store.read.source import Source, SourceFile
@@ -60,6 +60,24 @@ class Joined(Source):
         )
         if leading.header is not None:
             self.header = replace(leading.header, num_samples=num_samples)
+
+    @property
+    def joined_as(self) -> str:  # type: ignore[override]
+        can_be = all(rows is None for rows in self._rows) and all(part.joined_as for part in self.parts)
+        return "fields in different files" if can_be else ""
+
+    @classmethod
+    def of_several(cls, sources: Sequence[Joined], name: Path) -> Joined:
+        """Return a source of the samples of several sources, one after the other, whose rows are equal in all parts."""
+        found = [{tuple(sorted(part.fields)): part for part in source.parts} for source in sources]
+        for source, own in zip(sources, found, strict=True):
+            if {*own} != {*found[0]}:
+                raise FieldError(
+                    f"{printable(source.path)} has the fields {[*own]} in its files, but {printable(sources[0].path)} "
+                    f"has {[*found[0]]}: open both in the same way"
+                )
+        parts = [FileSet.of_several([own[names] for own in found], name) for names in found[0]]
+        return cls(parts, [None] * len(parts), list(sources[0].fields))
 
     def _describe(self, name: str, num_samples: int) -> Field | RaggedField:
         number = self._part_of[name]

@@ -75,7 +75,7 @@ class Source:
     """
 
     decode = ""  # how packed numbers of other fields are converted
-    joined_as = ""  # what is joined if several sources of this kind become one; empty if they cannot
+    joined_as = ""  # what the samples are, which `of_several` of such sources joins; empty if they cannot be joined
     epoch_samples = 0  # offset added to the sample numbers per epoch, if each epoch has different samples
 
     def __init__(

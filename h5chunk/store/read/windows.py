@@ -25,6 +25,7 @@ from h5chunk.plan.layout import good_chunk_samples
 from h5chunk.plan.selection import starts_of_runs
 from h5chunk.store.read.fields import WINDOW, Field
 from h5chunk.store.read.fileset import FileSet
+from h5chunk.store.read.reader import H5Reader
 from h5chunk.store.read.samples import FieldReader, WindowRows
 from h5chunk.store.read.source import Computed, Groups, Source, SourceFile
 
@@ -102,11 +103,15 @@ class WindowReader(Source):
 
     @property
     def joined_as(self) -> str:  # type: ignore[override]
-        return "windows" if all(source.joined_as for source in self.sources) else ""
+        can_be = all(source.joined_as == H5Reader.joined_as for source in self.sources)
+        return "windows" if can_be else ""
 
     @classmethod
-    def joined(cls, parts: Sequence[WindowReader], name: Path) -> WindowReader:
-        """Join windows of different episodes. Raises FieldError if they differ in their frames."""
+    def of_several(cls, parts: Sequence[WindowReader], name: Path) -> WindowReader:
+        """Return a source of the windows of several sources, one after the other.
+
+        Raises FieldError if they differ in their frames.
+        """
         first = parts[0]
         for part in parts[1:]:
             for what, own, other in zip(
@@ -120,10 +125,7 @@ class WindowReader(Source):
                         f"{other!s:.100}: open both in the same way"
                     )
         starts = np.cumsum([0, *(part._borders[-1] for part in parts)])
-        sources = [
-            FileSet([reader for source in own for reader in source.readers], name, repeated=True)
-            for own in zip(*(part.sources for part in parts), strict=True)
-        ]
+        sources = [FileSet.of_several(each, name) for each in zip(*(part.sources for part in parts), strict=True)]
         episodes = Episodes(
             sources,
             np.concatenate([[0], *(part._borders[1:] + start for part, start in zip(parts, starts, strict=False))]),
