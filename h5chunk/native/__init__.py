@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 15  # version of the functions and structures in C
+VERSION = 16  # version of the functions and structures in C
 PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(
     [
@@ -153,6 +153,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("wait", ctypes.c_int, (pool, ctypes.c_double, ctypes.c_int, ctypes.POINTER(Result))),
         ("run", None, (address, number, ctypes.POINTER(Result))),
         ("progress", number, (pool,)),
+        ("decoding", number, (pool,)),
         ("num_open", number, (pool,)),
         ("cancel", None, (pool,)),
         ("close", ctypes.c_int, (pool, ctypes.c_double)),
@@ -216,6 +217,11 @@ class NativePool:
     def progress(self) -> int:
         """Nanoseconds for which all threads together have run jobs. They increase whenever a part of a job ends."""
         return self._ask("progress")
+
+    @property
+    def decoding(self) -> int:
+        """Nanoseconds of `progress` in which blocks were decoded."""
+        return self._ask("decoding")
 
     @property
     def num_open(self) -> int:

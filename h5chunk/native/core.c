@@ -20,7 +20,7 @@
 #include "filters.h"
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 15
+#define VERSION 16
 
 enum { READ = 0, VERIFY = 1, GATHER = 2, ROWS = 3, BLOCKS = 4 }; /* kinds of jobs */
 /* statuses of tickets */
@@ -133,7 +133,7 @@ typedef struct Pool {
     pthread_cond_t work, done, ended;
     Queue waiting;   /* tickets with jobs that no thread has taken */
     Queue finished;  /* tickets that `wait` has not yet returned */
-    int64_t part_bytes, progress;
+    int64_t part_bytes, progress, decoding; /* `progress` and `decoding` are nanoseconds of all threads */
     int64_t num_open; /* tickets that were submitted and not returned */
     int num_threads, is_closing, is_left;
 } Pool;
@@ -229,6 +229,12 @@ EXPORT uint32_t h5chunk_crc32(const uint8_t *data, int64_t length, uint32_t star
 }
 
 /* ---- Running jobs ---- */
+
+static int64_t nanoseconds(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
 
 /* Fill memory from a file. Returns 0, or -1 with the error in `result`. */
 static int read_rest(int descriptor, uint8_t *out, int64_t num_bytes, int64_t offset, Result *result) {
@@ -372,8 +378,11 @@ static int fill_block(const Blocks *table, const Block *block, int descriptor, u
     uint8_t *stored = pipeline->count ? h5chunk_stored(coder, block->stored_bytes) : out;
     int is_damaged = !stored || (!pipeline->count && block->stored_bytes > block->num_bytes);
     if (!is_damaged && read_rest(descriptor, stored, block->stored_bytes, block->offset, result)) return -1;
-    if (!is_damaged && pipeline->count)
+    if (!is_damaged && pipeline->count) {
+        int64_t started = nanoseconds();
         is_damaged = h5chunk_decode_block(coder, pipeline, block->mask, stored, block->stored_bytes, out, block->num_bytes);
+        coder->worked += nanoseconds() - started;
+    }
     if (!is_damaged) return 0;
     result->status = DAMAGED;
     result->offset = block->offset;
@@ -578,12 +587,6 @@ static void ask_ahead(Pool *pool) {
     }
 }
 
-static int64_t nanoseconds(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
-}
-
 /* Run a part of the first waiting ticket. The caller holds the lock. */
 static void run_part(Pool *pool, Scratch *scratch) {
     Ticket *ticket = pool->waiting.first;
@@ -602,6 +605,10 @@ static void run_part(Pool *pool, Scratch *scratch) {
     int64_t worked = nanoseconds() - started;
     pthread_mutex_lock(&pool->lock);
     pool->progress += worked;
+    if (scratch) { /* without it, no block is decoded */
+        pool->decoding += scratch->coder.worked;
+        scratch->coder.worked = 0;
+    }
     if (result.status && ticket->result.status == DONE) {
         result.ticket = ticket->result.ticket;
         ticket->result = result;
@@ -740,8 +747,8 @@ EXPORT int h5chunk_wait(Pool *pool, double timeout_s, int gathers, Result *resul
 }
 
 /* Return the number of running threads, which is less than requested if the system refused more; the number of tickets
- * that were submitted and not returned; or the nanoseconds for which threads have run jobs, which increase whenever a part of
- * a job ends. */
+ * that were submitted and not returned; or the nanoseconds for which threads have run jobs, and of these have decoded blocks,
+ * which increase whenever a part of a job ends. */
 #define COUNT(type, name)                    \
     EXPORT type h5chunk_##name(Pool *pool) { \
         pthread_mutex_lock(&pool->lock);     \
@@ -753,6 +760,7 @@ EXPORT int h5chunk_wait(Pool *pool, double timeout_s, int gathers, Result *resul
 COUNT(int, num_threads)
 COUNT(int64_t, num_open)
 COUNT(int64_t, progress)
+COUNT(int64_t, decoding)
 
 /* Drop jobs that no thread has taken. Their tickets end once the jobs that threads have taken are done. */
 EXPORT void h5chunk_cancel(Pool *pool) {

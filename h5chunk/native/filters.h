@@ -31,6 +31,7 @@ typedef struct {
     uint8_t *memory[4]; /* for the stored block, two for what lies between filters, and for the decoded block */
     int64_t sizes[4];
     void *inflater, *zstd;
+    int64_t worked; /* nanoseconds for which blocks were decoded */
 } Coder;
 
 uint8_t *h5chunk_stored(Coder *, int64_t num_bytes);

@@ -90,7 +90,7 @@ def test_each_option_and_command_in_a_message_exists(path: Path) -> None:
 
 
 def test_wrong_remedies_would_be_found() -> None:
-    assert wrong_remedies("x = 'name the fields (--fields)'", "info") == ["1: info --fields"]
+    assert wrong_remedies("x = 'name the codec (--codec)'", "info") == ["1: info --codec"]
     assert wrong_remedies("x = f'{y}: run h5chunk verify FILE --mend'") == ["1: verify --mend"]
     assert wrong_remedies("x = 'run h5chunk mend FILE'") == ["1: there is no command mend"]
     assert wrong_remedies("x = 'run h5chunk verify FILE --repair'") == []

@@ -15,12 +15,11 @@ from h5chunk.cli.options import OUTPUT, RUNNING, option
 @main.command(
     examples={
         "Describe a file": "h5chunk info photos.h5",
-        "Compute the mean and standard deviation of each channel, for Normalize": "h5chunk info photos.h5 --stats",
-        "Compute them for all episodes of a field": "h5chunk info robot.h5 --stats --fields '*/obs/state'",
+        "Compute the mean and standard deviation for Normalize": "h5chunk info robot.h5 --stats --fields '*/obs/state'",
         "Describe this machine": "h5chunk info",
     }
 )
-@click.argument("files", metavar="[FILE]...", type=click.Path(), nargs=-1)
+@click.argument("path", metavar="[FILE]...", type=click.Path(), nargs=-1)
 @shared.trusted
 @option(
     "--stats",
@@ -40,11 +39,11 @@ from h5chunk.cli.options import OUTPUT, RUNNING, option
 )
 @option("--all", "show_all", is_flag=True, heading=OUTPUT, help="List every dataset of FILE, with its chunks.")
 @shared.as_json
-def info(files: tuple[str, ...], **options: Any) -> None:
+def info(path: tuple[str, ...], **options: Any) -> None:
     """Describe any HDF5 FILE, and whether its layout suits training.
 
     FILE may also be a folder, a quoted pattern such as 'shards/*.h5', or several files: the report then says whether
     they form one data set. Without FILE, describe this machine: the available cores, memory, threads and devices, and
     the versions of packages.
     """
-    run(h5chunk.info, list(files) if len(files) > 1 else next(iter(files), None))
+    run(h5chunk.info, list(path) if len(path) > 1 else next(iter(path), None))

@@ -15,8 +15,7 @@ from h5chunk.tools.repack.options import RepackOptions
 
 @main.command(
     examples={
-        "Rewrite an HDF5 file with complete samples in each chunk": "h5chunk repack old.h5 new.h5",
-        "Rewrite the images of all episodes only": "h5chunk repack old.h5 new.h5 --fields 'data/*/obs/rgb'",
+        "Rewrite images with whole samples in each chunk": "h5chunk repack old.h5 new.h5 --fields 'data/*/obs/rgb'",
         "Rewrite all shards of a folder": "h5chunk repack old/ new/ --dask local:4",
         "Shuffle the samples, with settings from tune": "h5chunk repack old.h5 new.h5 --tuned found.json --shuffle",
     }

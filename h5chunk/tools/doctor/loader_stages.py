@@ -37,7 +37,7 @@ class Stages:
     def __init__(self) -> None:
         self._spent: Any = Counter()
         self._lock = threading.Lock()
-        self._native_s = 0.0  # seconds that native threads have worked
+        self._native_s, self._native_decoding_s = 0.0, 0.0  # seconds that native threads have worked, and decoded
         self.loader: Callable[[], Any] = lambda: None  # a weak reference
 
     def install(self, replace: Callable[[Any, str, Callable[..., Any]], None]) -> None:
@@ -69,13 +69,15 @@ class Stages:
     def take(self) -> dict[str, float]:
         """Return the seconds of each stage since the last call."""
         pool = getattr(getattr(self.loader(), "_feed", None), "_pool", None)
-        native_s = getattr(getattr(pool, "_native", None), "progress", 0) / 1e9
+        native = getattr(pool, "_native", None)
+        native_s, decoding_s = (getattr(native, name, 0) / 1e9 for name in ("progress", "decoding"))
         with self._lock:
             spent, self._spent = self._spent, Counter()
-        read_s, self._native_s = max(0.0, native_s - self._native_s), native_s
+        worked_s, self._native_s = max(0.0, native_s - self._native_s), native_s
+        decoded_s, self._native_decoding_s = max(0.0, decoding_s - self._native_decoding_s), decoding_s
         return {
-            READING: read_s + max(0.0, spent[TASKS] - spent[DECODING]),
-            DECODING: spent[DECODING] + spent["images"],
+            READING: worked_s - decoded_s + max(0.0, spent[TASKS] - spent[DECODING]),
+            DECODING: decoded_s + spent[DECODING] + spent["images"],
             **{stage: spent[stage] for stage in (GATHERING, COPYING, WAITING)},
         }
 
