@@ -6,6 +6,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -378,7 +379,9 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         selection = self._template.selection
         if not self._arguments or not isinstance(selection, GroupSelection) or selection.proportions is None:
             raise OptionError("this sampler has no proportions: create it with proportions=, or for a Mix")
-        changed = ChunkSampler(self._dataset, **{**self._arguments, "proportions": proportions})
+        dataset = copy(self._dataset)
+        dataset._order = None  # the cache of the data set stays as it is
+        changed = ChunkSampler(dataset, **{**self._arguments, "proportions": proportions})
         self._template = changed._template
         self.__dict__.pop("_identity", None)
 

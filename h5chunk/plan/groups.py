@@ -288,13 +288,10 @@ class GroupSelection:
         if np.array_equal(draws, sizes):
             return line
         first = random_bits(len(sizes), seed, (GROUPS, epoch, 1)) % sizes.astype(np.uint64)
+        if self.in_passes:
+            groups = zip(np.split(line, self.starts[1:-1]), draws.tolist(), first.tolist(), strict=True)
+            return np.concatenate([part for each in groups for part in _whole_passes(*each)])
         turns = np.arange(int(draws.sum())) - np.repeat(np.cumsum(draws) - draws, draws)
-        if self.in_passes:  # whole passes, and then some of the samples
-            passes, places = np.divmod(turns, np.repeat(sizes, draws))
-            rest, starts = np.repeat(np.maximum(1, draws % sizes), draws), np.repeat(first.astype(np.int64), draws)
-            some = (places * np.repeat(sizes, draws) + starts) // rest
-            places = np.where(passes == np.repeat(draws // sizes, draws), some, places)
-            return np.asarray(line[np.repeat(self.starts[:-1], draws) + places] + passes % MOST_REPEATS * REPEAT)
         steps = turns * np.repeat(sizes, draws) + np.repeat(first.astype(np.int64), draws)
         positions = np.repeat(self.starts[:-1], draws) + steps // np.repeat(draws, draws)
         return np.asarray(line[positions] + keys_of_repeated(positions) - positions)
@@ -333,6 +330,18 @@ class GroupSelection:
         counts = np.zeros(len(self.starts) - 1 - num_groups, np.int64)
         np.add.at(counts, self.controls - num_groups, sets)
         return counts
+
+
+def _whole_passes(samples: Indices, draws: int, first: int) -> list[Indices]:
+    """Return the keys of all samples of a group, as often as possible, and those of every k-th sample for the rest.
+
+    >>> [(part % REPEAT).tolist() for part in _whole_passes(np.array([4, 5, 6]), 7, 1)]
+    [[4, 5, 6, 4, 5, 6], [5]]
+    """
+    passes, rest = divmod(draws, len(samples))
+    repeats = np.arange(passes + 1) % MOST_REPEATS * REPEAT
+    some = (np.arange(rest) * len(samples) + first) // max(1, rest)
+    return [(samples + repeats[:-1, None]).reshape(-1), samples[some] + repeats[-1]]
 
 
 def _in_passes(keys: Indices, sizes: Indices, passes: Indices) -> Indices:

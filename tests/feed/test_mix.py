@@ -196,6 +196,19 @@ def test_proportions_change_between_epochs_and_are_in_the_state(members, residen
             resumed.close()
 
 
+def test_memory_is_planned_anew_for_longer_samples(tmp_path):
+    for name, length in {"short": 1, "long": 50}.items():
+        make_file(tmp_path / f"{name}.h5", tokens=(np.full(40 * length, length), {}), n=(np.full(40, length), {}))
+    options = {"fields": ["tokens"], "lengths": {"tokens": "n"}}
+    members = {name: ChunkDataset(tmp_path / f"{name}.h5", **options) for name in ("short", "long")}
+    for how in ({}, {"reuse": True}):
+        with ChunkLoader(Mix(members, weights={"short": 1, "long": 0}, epoch=5), 8, **how) as loader:
+            for length in (1, 50, 1):
+                assert [{*lengths.tolist()} for _, lengths in loader] == [{length}] * 5
+                assert all((tokens == length).all() for tokens, _ in loader)
+                loader.batch_sampler.set_proportions({"short": length > 1, "long": length == 1})
+
+
 def test_the_sampler_overrides_proportions(members):
     mix = Mix(members)
     sampler = ChunkSampler(mix, 10, proportions={"a": 1, "b": 4, "c": 0}, drop_last=True)
