@@ -621,10 +621,20 @@ class PartCopies:
         if axes == 1 and (table[:, 3] == 1).all():
             self._out.reshape(-1)[table[:, 0] * self._out.shape[1] + table[:, 2]] = items[table[:, 1]]
             return
+        is_single = table[0, 1 + 2 * axes] == 1
+        if is_single and (table[:, 2:] == table[0, 2:]).all():  # rows of the block, and equal places in all elements
+            (_, *first_index), (place, *places), (_, *length) = table[0, 1:].reshape(3, axes).tolist()
+            inside: tuple[Any, ...] = (table[:, 1], *_slices(first_index, length))
+            where: tuple[Any, ...] = (table[:, 0], place, *_slices(places, length))
+            self._out[where] = items[inside]
+            return
         for element, *row in table.tolist():
-            first_index, place, length = row[:axes], row[axes : 2 * axes], row[2 * axes :]
-            inside, where = (tuple(map(slice, begin, map(add, begin, length))) for begin in (first_index, place))
-            self._out[element][where] = items[inside]
+            first_index, places, length = row[:axes], row[axes : 2 * axes], row[2 * axes :]
+            self._out[element][_slices(places, length)] = items[_slices(first_index, length)]
+
+
+def _slices(begin: list[int], length: list[int]) -> tuple[slice, ...]:
+    return tuple(map(slice, begin, map(add, begin, length)))
 
 
 def _run_lengths(arrays: Arrays, parts: Parts, out: np.ndarray) -> np.ndarray:
