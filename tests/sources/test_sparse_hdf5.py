@@ -222,6 +222,14 @@ def test_categoricals_of_anndata_before_0_8(tmp_path):
     assert source.row_fields["kind"].tolist() == [0, 1] * 20
 
 
+@pytest.mark.parametrize("empty", [np.array([], "S1"), h5py.Empty("S1")], ids=["no names", "no values"])
+def test_tables_without_columns(tmp_path, empty):
+    path = write_h5ad(tmp_path / "m.h5ad", MATRIX)
+    with h5py.File(path, "a") as file:
+        file["obs"].attrs["column-order"] = empty
+    assert (dense(open_source(path)) == MATRIX.toarray()).all()
+
+
 @pytest.mark.parametrize("chunks", [None, (40, 7), (5, 7), (7, 2)])
 @pytest.mark.parametrize("max_bytes", [1, 1 << 20])
 def test_dense_matrices_of_any_chunks(tmp_path, chunks, max_bytes):

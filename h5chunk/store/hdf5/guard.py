@@ -308,5 +308,6 @@ def _attribute_problem(item: h5py.HLObject, name: str) -> str:
     attribute = item.attrs.get_id(name)
     if is_variable(attribute.get_type()):
         return "variable length, so h5chunk did not write it"
-    size = attribute.get_storage_size()
+    has_values = attribute.get_space().get_simple_extent_npoints() > 0  # else h5py raises an error for the size
+    size = attribute.get_storage_size() if has_values else 0
     return f"{exact_bytes(size)}, but the limit is {exact_bytes(MAX_ATTRIBUTE_BYTES)}" * (size > MAX_ATTRIBUTE_BYTES)

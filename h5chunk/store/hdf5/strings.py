@@ -70,7 +70,7 @@ def read_words(item: h5py.HLObject, name: str, error: Callable[[str], H5ChunkErr
         return []
     attribute = item.attrs.get_id(name)
     kind = attribute.get_type()
-    if not isinstance(kind, h5py.h5t.TypeStringID) or len(attribute.shape) > 1:
+    if not isinstance(kind, h5py.h5t.TypeStringID) or attribute.shape is None or len(attribute.shape) > 1:
         return []
     words = np.ravel(small_attribute(item, name, ()))
     if kind.is_variable_str():
