@@ -351,7 +351,7 @@ class GivenOrder:
 
     @property
     def added(self) -> int:
-        """What the epoch adds to sample numbers."""
+        """The number that is added to all sample numbers if samples are drawn anew in each epoch."""
         return epoch_rows(self.epoch, self.epoch_samples) if self.epoch_samples else 0
 
     def begun(self, start: int) -> GivenOrder:

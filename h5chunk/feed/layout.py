@@ -105,7 +105,7 @@ Layouts = Mapping[str, Any]  # `FieldLayout`, `MatrixLayout`, or `h5chunk.feed.f
 
 
 class Uses(NamedTuple):
-    """How an epoch uses samples, which limits the windows.
+    """How often and in which order an epoch uses samples. The sizes of the largest windows follow from it.
 
     ``counts``, (num_samples,) int64, is the maximum number of times that an epoch uses each sample. None means once,
     or, unless ``by_chunk``, any number of times. ``by_chunk`` means chunk by chunk, in ``lanes`` lanes per rank, and

@@ -58,7 +58,7 @@ class Column(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What the values are: numbers, strings or truth values."""
+        """The type of the values, for messages: "numbers", "strings" or "truth values"."""
         return {"U": "strings", "b": "truth values"}.get(np.asarray(self.values).dtype.kind, "numbers")
 
     @property

@@ -85,7 +85,7 @@ def shared_out(weights: Indices, total: int, seed: int, stream: tuple[int, int, 
 
 
 class Stream(NamedTuple):
-    """What an epoch draws, group after group.
+    """The draws of one epoch, group after group.
 
     ``counts``, (num_groups,), has the number of sets of each group. ``begins`` has the position in ``keys`` at which
     each group begins, also those that are only controls. The keys are those of positions in the data set.

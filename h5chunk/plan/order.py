@@ -103,7 +103,7 @@ class Epoch(Protocol):
 
     @property
     def settings(self) -> dict[str, int]:
-        """What the batches of all epochs depend on, except for the division among ranks, for a saved position."""
+        """The numbers that determine the batches of all epochs, apart from ranks. A saved position must have equal ones."""
 
     def numbers(self, start: int = 0) -> Iterator[int]:
         """Yield the numbers of the batches, from batch ``start`` on."""

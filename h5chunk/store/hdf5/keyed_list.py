@@ -316,7 +316,7 @@ class _Lister:
 
 
 class _Kind(NamedTuple):
-    """How samples are stored: their creation properties, which are None if they are contiguous, and description."""
+    """The storage of samples that are stored alike. ``properties`` are those of creation; None if contiguous."""
 
     properties: Any
     partial_are_plain: bool  # whether partial chunks have no filters

@@ -143,7 +143,7 @@ def _contiguous(
 
 
 class EpisodeFields(NamedTuple):
-    """What to read of the episodes of a file.
+    """The fields to read of the episodes of a file, and the options for reading them.
 
     ``rows`` has the paths of fields with a row per time step, by name, and ``constants`` those of fields with one value
     per episode. ``attributes`` has, by name, the value of episodes that lack an attribute; None: raise an error.

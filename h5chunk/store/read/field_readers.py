@@ -34,7 +34,7 @@ NOTABLE = 1.01  # read amplification above this is reported
 
 @dataclass
 class Opening:
-    """What the fields of a data set share while they are opened for reading."""
+    """The cache, the way of reading and the file numbers with which all fields of a data set are opened."""
 
     cache: BlockCache  # of decoded blocks
     way: str = AUTO  # the reader: `AUTO`, `DIRECT` or `H5PY`
