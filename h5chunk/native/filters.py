@@ -12,7 +12,7 @@ import numpy as np
 from h5chunk import native
 from h5chunk.native import available
 
-GZIP, SHUFFLE, FLETCHER32, LZF, LZ4, ZSTD = 1, 2, 3, 32000, 32004, 32015
+GZIP, SHUFFLE, FLETCHER32, LZF, LZ4, ZSTD = 1, 2, 3, 32000, 32004, 32015  # numbers that The HDF Group assigned
 MAX_FILTERS = 8
 PIPELINE = np.dtype([("count", np.int64), ("filters", np.int64, (MAX_FILTERS, 2))])  # filters.h describes the fields
 FUNCTIONS = {  # functions of libraries that these modules are linked with, in the order of filters.h

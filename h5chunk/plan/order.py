@@ -103,7 +103,7 @@ class Epoch(Protocol):
 
     @property
     def settings(self) -> dict[str, int]:
-        """The numbers that determine the batches of all epochs, apart from ranks. A saved position must have equal ones."""
+        """The numbers that determine the batches of all epochs, apart from ranks, which a saved position must have."""
 
     def numbers(self, start: int = 0) -> Iterator[int]:
         """Yield the numbers of the batches, from batch ``start`` on."""

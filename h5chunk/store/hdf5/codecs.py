@@ -26,13 +26,13 @@ import numpy as np
 
 from h5chunk import native
 from h5chunk.native import filters
+from h5chunk.native.filters import FLETCHER32, GZIP, LZ4, LZF, SHUFFLE, ZSTD
 from h5chunk.store.hdf5.chunk_table import partial_chunks_are_plain
 
 MAX_CHUNK_BYTES = 1 << 30  # the libraries use 32-bit lengths
 SLACK_BYTES = 64 << 10  # for headers and block tables of small chunks
 
-GZIP, SHUFFLE, FLETCHER32 = 1, 2, 3
-LZF, BLOSC, LZ4, BITSHUFFLE, ZSTD = 32000, 32001, 32004, 32008, 32015
+BLOSC, BITSHUFFLE = 32001, 32008
 KNOWN_FILTERS = {
     GZIP: "gzip",
     SHUFFLE: "shuffle",

@@ -304,11 +304,10 @@ class BoxReader:
     @cached_property
     def _pipelines(self) -> tuple[np.ndarray, np.ndarray]:
         """The filters of each kind of block for native threads, and whether these can undo them: (n,) each."""
-        found = [codec.pipeline for codec in self.arrays.codecs]
-        none = np.zeros((), PIPELINE)  # the pipeline of raw blocks
-        return np.stack([none, *(none if each is None else each for each in found)]), np.array(
-            [True, *(each is not None for each in found)]
-        )
+        raw = np.zeros((), PIPELINE)
+        found = [raw, *(codec.pipeline for codec in self.arrays.codecs)]
+        pipelines = np.stack([raw if each is None else each for each in found])
+        return pipelines, np.array([each is not None for each in found])
 
     def _are_native(self, parts: Parts) -> np.ndarray:
         """Return which blocks native threads read: (number of blocks,) bool."""
@@ -317,9 +316,9 @@ class BoxReader:
         arrays, firsts = self.arrays, parts.firsts
         counts, blocks = np.diff(firsts, append=len(parts.block)), parts.block[firsts]
         array = arrays.array_of(blocks)
-        is_slab = arrays.block_bytes[array] > np.minimum(SLAB_BYTES, counts * SMALL_BYTES)
         is_known = self._pipelines[1][arrays.codec[array]] & (arrays.blocks.offset[blocks] >= 0)
-        are_native: np.ndarray = is_known & ~(is_slab & (arrays.codec[array] == RAW))
+        in_runs = (arrays.codec[array] == RAW) & _is_read_in_runs(arrays.block_bytes[array], counts)
+        are_native: np.ndarray = is_known & ~in_runs
         return are_native
 
     def _native_tasks(self, parts: Parts, out: np.ndarray, keeps: bool | None) -> Iterator[BlocksTask]:
@@ -426,7 +425,7 @@ class BlockTask:
             targets = _run_lengths(reader.arrays, self._parts, out).tolist()
         ends = pairwise([*firsts.tolist(), len(table)])
         for (first, end), block, is_whole, length in zip(ends, blocks, self._is_whole.tolist(), targets, strict=True):
-            if block.codec == RAW and block.num_bytes > min(SLAB_BYTES, (end - first) * SMALL_BYTES):
+            if block.codec == RAW and _is_read_in_runs(block.num_bytes, end - first):
                 RawBlock(reader, block).read(files, table[first:end], out)
             elif is_whole and length:
                 place = int(table[first, 1 + len(out.shape[1:])])
@@ -635,6 +634,11 @@ class PartCopies:
 
 def _slices(begin: list[int], length: list[int]) -> tuple[slice, ...]:
     return tuple(map(slice, begin, map(add, begin, length)))
+
+
+def _is_read_in_runs(num_bytes: Any, num_parts: Any) -> Any:
+    """Return whether a raw block is so large for the number of its parts that these are read, instead of the block."""
+    return num_bytes > np.minimum(SLAB_BYTES, num_parts * SMALL_BYTES)
 
 
 def _run_lengths(arrays: Arrays, parts: Parts, out: np.ndarray) -> np.ndarray:
