@@ -18,7 +18,7 @@ from h5chunk.store.read.fields import SAMPLE_NUMBER
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.fileset import FileSet, set_name
 from h5chunk.store.read.joined import Joined
-from h5chunk.store.read.source import Computed, Source
+from h5chunk.store.read.source import Computed, Source, by_part, of_all_parts
 from h5chunk.store.read.windows import WindowReader
 from h5chunk.transforms import Transforms
 
@@ -186,8 +186,11 @@ class Mix(ChunkDataset):
 
     def _member_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the number of the member of samples, given their numbers in the files: (n,) int64."""
-        rows = rows % self.epoch_samples if self.epoch_samples else rows
-        return np.asarray(np.searchsorted(self._starts, rows, "right") - 1)
+        return np.asarray(np.searchsorted(self._starts, self._rows_of(rows), "right") - 1)
+
+    def _rows_of(self, samples: np.ndarray) -> np.ndarray:
+        """Return the numbers in the files without what an epoch has added to them: (n,) int64."""
+        return samples % self.epoch_samples if self.epoch_samples else samples
 
     def _numbers_of(self, parts: Sequence[ChunkDataset]) -> np.ndarray:
         """Return the numbers in the files of the samples of subsets of all members: (n,) int64, ascending."""
@@ -195,12 +198,10 @@ class Mix(ChunkDataset):
 
     def _of_parts(self, samples: np.ndarray, compute: Callable[[int, np.ndarray], np.ndarray]) -> np.ndarray:
         """Return what a function computes from the number of a member and the numbers of samples in its files."""
-        codes = self._member_of(samples)
-        found = [(own, compute(code, samples[own] - self._starts[code])) for code, own in _groups(codes)]
-        if not found:
+        if not len(samples):
             return compute(0, samples)
-        order = np.argsort(np.concatenate([own for own, _ in found]))
-        return np.asarray(np.concatenate([values for _, values in found])[order])
+        by_member = by_part(self._starts, self._rows_of(samples))
+        return of_all_parts(by_member, lambda code, own: compute(code, samples[own] - self._starts[code]))
 
     def _selected(self, numbers: np.ndarray) -> Mix:
         firsts = np.cumsum([0, *map(len, self._parts)])
@@ -323,8 +324,3 @@ def _joined(sources: Sequence[Source], names: Sequence[str]) -> Source:
     path = set_name([path for source in sources for path in source.paths])
     kind: Any = next((kind for kind in (WindowReader, Joined) if isinstance(sources[0], kind)), FileSet)
     return sources[0] if len(sources) == 1 else kind.of_several(sources, path)
-
-
-def _groups(codes: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Return each code that occurs, and its positions."""
-    return [(code, np.flatnonzero(codes == code)) for code in np.unique(codes).tolist()]

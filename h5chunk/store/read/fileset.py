@@ -23,7 +23,7 @@ from h5chunk.store.format.header import Header
 from h5chunk.store.read.encoded import EncodedField
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.store.read.ragged import REMEDY, ImageSizes, RaggedField
-from h5chunk.store.read.source import Computed, Source
+from h5chunk.store.read.source import Computed, Source, of_all_parts
 from h5chunk.store.read.tables import COLUMN_IDS, check_same
 
 MIN_IMAGES, MAX_CHANNELS = 4, 4  # of a folder with an image per file
@@ -147,12 +147,8 @@ class FileSet(Source):
         """Return what a function computes from the samples of each file, whose numbers count from its first one."""
         if not len(samples):
             return np.asarray(compute(self.readers[0], samples))
-        found = [
-            (own, compute(self.readers[file], samples[own] - self.starts[file])) for file, own in self.by_file(samples)
-        ]
-        order = np.argsort(np.concatenate([own for own, _ in found]))
-        values: np.ndarray = np.concatenate([values for _, values in found])[order]
-        return values
+        by_file = self.by_file(samples)
+        return of_all_parts(by_file, lambda file, own: compute(self.readers[file], samples[own] - self.starts[file]))
 
     @cached_property
     def fingerprint(self) -> int:

@@ -6,7 +6,7 @@ A kind of source, such as rows of datasets, windows of frames or patches of volu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import pairwise
 from pathlib import Path
@@ -210,16 +210,7 @@ class Source:
 
     def by_file(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Group rows by file. Yields the index of a file and the positions of its rows in ``rows``, ascending."""
-        if not len(rows):
-            return
-        if len(self.readers) == 1:
-            yield 0, np.arange(len(rows))
-            return
-        files = np.searchsorted(self.starts, rows, "right") - 1
-        order = np.argsort(files.astype(np.uint16) if len(self.readers) <= 1 << 16 else files, kind="stable")
-        for start, stop in pairwise([0, *(np.flatnonzero(np.diff(files[order])) + 1).tolist(), len(rows)]):
-            positions = order[start:stop]
-            yield int(files[positions[0]]), positions
+        return by_part(self.starts, rows)
 
     @property
     def chunk_bytes(self) -> int:
@@ -344,3 +335,34 @@ def check_stamp(path: Path, first: tuple[int, ...], descriptor: int | None = Non
         raise FileError(f"{printable(path)}: the file was removed since it was first opened: put it back")
     if stamp != first:
         raise FileError(f"{printable(path)}: the file was replaced or changed since it was first opened: open it again")
+
+
+def by_part(starts: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Group rows by the part that they are in, where part i has the rows from ``starts[i]`` to ``starts[i + 1]``.
+
+    Yields the index of a part and the positions of its rows in ``rows``, ascending.
+    """
+    if not len(rows):
+        return
+    num_parts = len(starts) - 1
+    if num_parts == 1:
+        yield 0, np.arange(len(rows))
+        return
+    parts = np.searchsorted(starts, rows, "right") - 1
+    order = np.argsort(parts.astype(np.uint16) if num_parts <= 1 << 16 else parts, kind="stable")
+    for start, stop in pairwise([0, *(np.flatnonzero(np.diff(parts[order])) + 1).tolist(), len(rows)]):
+        positions = order[start:stop]
+        yield int(parts[positions[0]]), positions
+
+
+def of_all_parts(
+    grouped: Iterable[tuple[int, np.ndarray]], compute: Callable[[int, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Return the values of rows, of which there is at least one, in their order.
+
+    ``grouped`` has them by part, as `by_part` yields them, and ``compute(part, positions)`` returns those of a part.
+    """
+    found = [(positions, compute(part, positions)) for part, positions in grouped]
+    order = np.argsort(np.concatenate([positions for positions, _ in found]))
+    values: np.ndarray = np.concatenate([values for _, values in found])[order]
+    return values
