@@ -113,8 +113,8 @@ def make_loader(settings: Settings, dataset: Any) -> Any:
     }
     order = {"shuffle": True, "drop_last": True}
     if s.loader == "dataset":
-        interleave = s.num_workers if s.num_workers and INTERLEAVE % s.num_workers else None  # whole windows per worker
-        sampler = h5chunk.ChunkSampler(dataset, s.batch_size, **order, seed=s.seed, interleave=interleave)
+        windows = s.num_workers if s.num_workers and INTERLEAVE % s.num_workers else None  # whole windows per worker
+        sampler = h5chunk.ChunkSampler(dataset, s.batch_size, **order, seed=s.seed, num_workers=windows)
         return DataLoader(dataset, batch_sampler=sampler, **workers)
     generator = torch.Generator().manual_seed(s.seed)
     return DataLoader(dataset, s.batch_size, **order, generator=generator, **workers)

@@ -185,7 +185,7 @@ class SampledBatches:
 
     def __init__(self, path: Path, batch_size: int, num_workers: int, **options: Any) -> None:
         dataset = h5chunk.ChunkDataset(path)
-        self.sampler = h5chunk.ChunkSampler(dataset, batch_size, interleave=2, **options)
+        self.sampler = h5chunk.ChunkSampler(dataset, batch_size, num_workers=2, **options)
         self.loader = DataLoader(dataset, batch_sampler=self.sampler, num_workers=num_workers)
         self.load_state_dict, self.given = self.sampler.load_state_dict, 0
 
@@ -203,7 +203,7 @@ def stateful_batches(path: Path, batch_size: int, num_workers: int, **options: A
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     dataset = h5chunk.ChunkDataset(path)
-    sampler = h5chunk.ChunkSampler(dataset, batch_size, interleave=2, **options)
+    sampler = h5chunk.ChunkSampler(dataset, batch_size, num_workers=2, **options)
     return StatefulDataLoader(dataset, batch_sampler=sampler, num_workers=num_workers)
 
 

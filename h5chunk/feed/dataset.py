@@ -339,6 +339,11 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return self._reader.sample_lengths[self.samples]
 
     @property
+    def pads_lengths(self) -> bool:
+        """Whether batches pad the samples of `lengths_field`, because its transform is not `Pack`."""
+        return not self._transforms.packs(self.lengths_field)
+
+    @property
     def lengths_field(self) -> str | None:
         """The name of the first field whose samples are arrays that differ in length; None if there is none."""
         field = self._reader.lengths_field

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import SequentialSampler, get_worker_info
@@ -36,9 +36,22 @@ from h5chunk.transforms import ToDtype, Transforms, transforms_by_field
 from h5chunk.transforms.any_size import AnySizeConverter
 from h5chunk.transforms.augmenting import AugmentConverter
 from h5chunk.transforms.pairs import ByName
-from h5chunk.transforms.ragged import packs
+from h5chunk.transforms.ragged import Pack, packs
 from h5chunk.transforms.rows import RowConverter
 
+# arguments of a DataLoader that a ChunkLoader does not have
+OF_DATA_LOADER = {
+    "num_workers": "it reads in threads, whose number is num_threads",
+    "prefetch_factor": "it reads ahead by itself, as far as memory_bytes allows",
+    "persistent_workers": "its threads stay until close()",
+    "worker_init_fn": "it reads in threads, without worker processes",
+    "multiprocessing_context": "it reads in threads, without worker processes",
+    "pin_memory": "with device='cuda', it reads into pinned memory by itself",
+    "sampler": "pass batch_sampler=BatchSampler(sampler, batch_size, drop_last)",
+    "collate_fn": "pass transforms, which are called with the batch of a field, or change the batch in your loop",
+    "generator": "pass seed",
+    "transform": "pass transforms",
+}
 CLOSED = "this loader was closed while it was iterated: end the iteration before you close it"
 TWO_THREADS = "another thread is waiting for a batch of this loader: create a separate loader for each thread"
 
@@ -141,8 +154,6 @@ class ChunkLoader(Resumable):
         counts fresh and echoed samples separately. An echoing loader has no state to save.
     timeout : float
         Raise `WorkerError` if no read completes for this many seconds; 0: wait forever.
-    num_workers : None
-        Not supported, because threads of this process read: see ``num_threads``.
 
     Your own order
     --------------
@@ -223,10 +234,9 @@ class ChunkLoader(Resumable):
         reuse: bool = False,
         echo: float = 1,
         timeout: float = TIMEOUT_S,
-        num_workers: None = None,
+        **others: NoReturn,
     ) -> None:
-        if num_workers is not None:
-            raise OptionError(f"num_workers is {num_workers}: ChunkLoader reads in threads: pass num_threads instead")
+        _check_none_left(others)
         check_arguments(reader, resident, num_threads, memory_bytes, timeout)
         check_echo(echo)
         target = find_device(device)
@@ -244,8 +254,9 @@ class ChunkLoader(Resumable):
             if batch_size is None and batch_elements is None:
                 raise OptionError("batch_size is missing: pass batch_size, batch_elements or batch_sampler")
             own = copy(dataset)  # so that the cache settings of the user's data set do not change
-            padded = batch_elements is None or not packs(by_field.get(dataset.lengths_field or "", ()))
-            order_options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "padded": padded}
+            if packs(by_field.get(name := dataset.lengths_field or "", ())):
+                own = dataset.with_transforms({name: Pack()})
+            order_options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
             batch_sampler = ChunkSampler(own, batch_size, batch_elements=batch_elements, **order_options)
         else:
             _check_not_given(given | {"seed": seed or None} if isinstance(batch_sampler, ChunkSampler) else given)
@@ -541,6 +552,14 @@ class _InFileOrder(SequentialSampler):
     def __init__(self, loader: ChunkLoader) -> None:
         super().__init__(loader.dataset)
         self.set_epoch = loader.set_epoch
+
+
+def _check_none_left(others: Mapping[str, Any]) -> None:
+    """Raise OptionError for an argument of a DataLoader that has another name here, TypeError for any other name."""
+    for name in others:
+        if name in OF_DATA_LOADER:
+            raise OptionError(f"ChunkLoader has no {name}: {OF_DATA_LOADER[name]}")
+        raise TypeError(f"ChunkLoader.__init__() got an unexpected keyword argument {name!r}")
 
 
 def _check_not_given(options: Mapping[str, Any]) -> None:

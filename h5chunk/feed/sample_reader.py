@@ -109,6 +109,11 @@ class SampleTransforms:
             for each in transforms
         )
 
+    def packs(self, name: str | None) -> bool:
+        """Return whether the samples of a field that differ in length are concatenated."""
+        converter = self.converters.get(name or "")
+        return isinstance(converter, RaggedConverter) and converter.packs
+
     def draws(self, indices: Any, rows: np.ndarray) -> Draws:
         """Return the random draws for samples. Without a sampler, seed and epoch come from torch, anew at each read."""
         if isinstance(indices, TaggedBatch):
@@ -357,10 +362,9 @@ class SampleReader:
         grid = self._reader.main.grid
         if grid.filtered or grid.chunks_per_sample > 1:  # chunks are decoded, or read in pieces
             warnings.warn(
-                f"num_workers is {num_workers}, which does not divide the sampler's interleave of {order.interleave}, "
-                f"so {readers} workers will read each chunk: pass ChunkSampler "
-                f"interleave={math.ceil(order.interleave / num_workers) * num_workers}, or use a num_workers that "
-                f"divides {order.interleave}",
+                f"num_workers is {num_workers}, which does not divide {order.interleave}, the number of windows of the "
+                f"sampler that alternate, so {readers} workers will read each chunk: pass num_workers={num_workers} to "
+                f"the ChunkSampler, too",
                 stacklevel=2,
             )
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Sampler
 
 from h5chunk.attributes import cached_property
-from h5chunk.errors import OptionError, StateError, count_text
+from h5chunk.errors import OptionError, StateError, check_whole, count_text
 from h5chunk.feed.collate import TaggedBatch, check_numbering
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.grouping import group_selection
@@ -151,8 +151,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
 
     Chunks are permuted, and samples are shuffled within windows of chunks: see `h5chunk.plan.order`. Every sample is
     used once per epoch. The order depends only on the chunks of the data set, the arguments and the epoch, and each
-    iteration is an epoch. With any number of workers that divides ``interleave``, each window is read by one worker;
-    only a chunk at the border of two windows may be read by two. Use it as ``batch_sampler``::
+    iteration is an epoch. With 1, 2, 3, 4, 6, 8, 12 or 24 workers, or as many as ``num_workers``, each window is read
+    by one worker; only a chunk at the border of two windows may be read by two. Use it as ``batch_sampler``::
 
         DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 256), num_workers=4)
 
@@ -168,12 +168,10 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     batch_elements : int, optional
         For samples that differ in length: the maximum number of elements in a batch. An element is a step along the
         first axis, in the first field whose samples differ in length (`ChunkDataset.lengths_field`). Elements that pad
-        samples to the longest of the batch count, except with ``padded=False``, as for `h5chunk.transforms.Pack`. All
+        samples to the longest of the batch count, unless the transform of that field is `h5chunk.transforms.Pack`. All
         ranks have the same number of batches, because some ranks cut their largest batches in two; the number differs a
         little between epochs. With ``drop_last``, the last batch of an epoch is left out. A window has at least 8
         batches of average size.
-    padded : bool
-        See ``batch_elements``.
     bucket_batches : int
         For samples that differ in length: the size of a bucket, in batches of average size. The samples of a bucket are
         sorted by length and cut into batches, and these batches are shuffled. This saves padding, but samples are then
@@ -202,12 +200,12 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         classes equally likely. An epoch then draws as many samples as the data set has, each in proportion to its
         weight (rounded up or down), and still chunk by chunk. If an epoch uses a sample several times, the random
         transforms of `h5chunk.transforms` transform it differently each time.
-    interleave : int, optional
-        Number of windows whose batches alternate, so that every worker of a DataLoader has separate windows. Default:
-        24, or a divisor of 24 if chunks are so large that the windows would need more than 1 GiB, or if an epoch has
-        fewer windows of the chosen size. If 24 is not a multiple of your number of workers, pass one that is. With
-        ``batch_elements`` or ``bucket_batches`` it is 1.
-
+    num_workers : int, optional
+        The ``num_workers`` of the DataLoader. The batches of so many windows alternate, because a DataLoader gives
+        consecutive batches to different workers; each worker then has its own windows, and no chunk is decoded twice.
+        0 or 1: one window after the other. Default: 24 windows alternate, so that the order is the same for all
+        divisors of 24; or fewer if they would need more than 1 GiB, or if an epoch has fewer. Batches by length do not
+        alternate.
     groups : str, list of str, or array, optional
         Make batches by group, such as the class or the subject of samples: a field with one value per sample, also an
         attribute of `Keyed`, a constant of `Windows`, or ``source_name``, as in `ChunkDataset.where`; several fields,
@@ -253,18 +251,17 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         batch_size: int | None = None,
         *,
         batch_elements: int | None = None,
-        padded: bool = True,
         bucket_batches: int = 1,
         shuffle: bool = True,
         seed: int = 0,
         window_chunks: int | None = None,
         drop_last: bool = False,
-        interleave: int | None = None,
         pad: bool = False,
         lanes: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         locality: str | int | None = None,
+        num_workers: int | None = None,
         weights: Any = None,
         groups: Any = None,
         groups_per_batch: int | None = None,
@@ -307,11 +304,13 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         kind: type[Order] = GroupOrder if isinstance(selection, GroupSelection) else Order
         options: dict[str, Any] = {"batch_size": batch_size}
         if batch_elements is not None or bucket_batches != 1:
-            limits: dict[str, Any] = {"max_elements": batch_elements, "max_samples": batch_size, "padded": padded}
+            limits: dict[str, Any] = {"max_elements": batch_elements, "max_samples": batch_size}
+            limits["padded"] = batch_elements is None or dataset.pads_lengths
             kind, options = LengthOrder, {**limits, "bucket_batches": bucket_batches, "subset": dataset.subset_samples}
             options |= {"lengths": reader.sample_lengths, "batch_size": usual_batch(dataset.sample_lengths, **limits)}
         elif batch_size is None:
             raise OptionError("batch_size is missing: pass batch_size or batch_elements")
+        interleave = None if num_workers is None else max(1, check_whole("num_workers", num_workers, 0))
         order = kind(
             num_samples,
             chunk_samples,

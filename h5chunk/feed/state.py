@@ -65,5 +65,7 @@ def _difference(name: str, saved: int, expected: int) -> str:
     if name == "global_batch_size":
         return f"state has batches of {saved} samples over all ranks, not {expected}: pass a matching batch_size"
     if name in ("window_chunks", "interleave"):
-        return f"state has {name}={saved}, not {expected}: pass the same window_chunks, memory_bytes and interleave"
+        return f"state has {name}={saved}, not {expected}: pass the same window_chunks, memory_bytes and num_workers"
+    if name == "padded":
+        return f"state has {name}={saved}, not {expected}: pass the same transforms, with or without Pack"
     return f"state has {name}={saved}, not {expected}: pass the same {name}"

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from h5chunk.errors import OptionError, check_flag, check_whole
+from h5chunk.errors import OptionError, check_whole
 from h5chunk.plan.order import Order, Round, Window
 from h5chunk.plan.permutation import BUCKETS, Indices, random_bits, sorted_order
 
@@ -59,7 +59,9 @@ class LengthOrder(Order):
         if self.lanes != self.world_size:
             raise OptionError(f"lanes is {self.lanes}, but batches by length need one lane per rank: leave lanes out")
         if self.interleave != 1:
-            raise OptionError(f"interleave is {self.interleave}, but batches by length do not alternate: leave it out")
+            raise OptionError(
+                f"num_workers is {self.interleave}, but batches by length do not alternate: leave num_workers out"
+            )
         if self.pad:
             raise OptionError("pad fills up the last batch, but batches by length differ in size anyway: leave pad out")
 
@@ -192,10 +194,7 @@ class LengthOrder(Order):
 
 def usual_batch(lengths: Indices, max_elements: int | None, max_samples: int | None, padded: bool) -> int:
     """Return the size of an average batch. Raises OptionError if a sample has more elements than a batch may have."""
-    check_flag("padded", padded)
     if max_elements is None:
-        if not padded:
-            raise OptionError("padded needs batch_elements: pass batch_elements, or leave padded out")
         return check_whole("batch_size", max_samples, 1)
     most = int(lengths.max(initial=1))
     if check_whole("batch_elements", max_elements, 1) < most:

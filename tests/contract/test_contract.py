@@ -208,10 +208,10 @@ def test_dataloader(made: Made, workers: int) -> None:
 @feature
 def test_sampler(made: Made, workers: int) -> None:
     dataset = made.open()
-    sampler = h5chunk.ChunkSampler(dataset, BATCH, seed=1, interleave=max(1, workers))
+    sampler = h5chunk.ChunkSampler(dataset, BATCH, seed=1, num_workers=max(1, workers))
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers)
     for epoch in range(2):
-        expected = batches_of(dataset, 1, epoch, interleave=max(1, workers))
+        expected = batches_of(dataset, 1, epoch, num_workers=max(1, workers))
         assert sorted(chain(*expected)) == list(range(len(dataset)))
         made.check_epoch(dataset, loader, expected, epoch)
 

@@ -48,7 +48,7 @@ def epoch(loader: DataLoader) -> list[list]:
 
 def make_loader(path, num_workers=0, context=None, dataset_options=None, sampler_options=None, **options) -> DataLoader:
     dataset = ChunkDataset(path, **(dataset_options or {}))
-    sampler = ChunkSampler(dataset, 16, window_chunks=4, interleave=6, seed=1, **(sampler_options or {}))
+    sampler = ChunkSampler(dataset, 16, window_chunks=4, num_workers=6, seed=1, **(sampler_options or {}))
     return DataLoader(
         dataset, batch_sampler=sampler, num_workers=num_workers, multiprocessing_context=context, **options
     )
@@ -124,7 +124,7 @@ def test_every_way_of_collating(path, num_workers):
     context = "fork" if num_workers else None
     assert epoch(make_loader(path, num_workers, context, collate_fn=h5chunk.collate)) == expected
     dataset = ChunkDataset(path)
-    sampler = ChunkSampler(dataset, 16, window_chunks=4, interleave=6, seed=1)
+    sampler = ChunkSampler(dataset, 16, window_chunks=4, num_workers=6, seed=1)
     loader = DataLoader(
         dataset, sampler=sampler, batch_size=None, num_workers=num_workers, multiprocessing_context=context
     )
@@ -193,7 +193,7 @@ class OwnBatches(Own):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_own_getitem_is_called(path, num_workers, kind):
     dataset = kind(path)
-    sampler = ChunkSampler(dataset, 16, window_chunks=4, interleave=6, seed=1)
+    sampler = ChunkSampler(dataset, 16, window_chunks=4, num_workers=6, seed=1)
     how = {"num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None}
     for loader in (DataLoader(dataset, batch_sampler=sampler, **how), DataLoader(dataset, 16, **how)):
         batches = list(loader)
@@ -304,7 +304,7 @@ class Told(ChunkDataset):
 def told_caches(path, num_workers, interleave=6, **options) -> dict[int, int]:
     dataset = Told(path, **options)
     dataset[0]  # the main process opens it first, with the whole cache
-    sampler = ChunkSampler(dataset, 4, window_chunks=2, interleave=interleave)
+    sampler = ChunkSampler(dataset, 4, window_chunks=2, num_workers=interleave)
     loader = DataLoader(
         dataset,
         batch_sampler=sampler,
@@ -325,9 +325,9 @@ def test_workers_share_the_cache(path, monkeypatch):
 
 def test_a_number_of_workers_that_does_not_divide_is_told(tmp_path, monkeypatch):
     dataset = ChunkDataset(make_images(tmp_path / "b.h5", 400, 4, (60,), compression="gzip"))
-    ChunkSampler(dataset, 4, window_chunks=2, interleave=6)
+    ChunkSampler(dataset, 4, window_chunks=2, num_workers=6)
     as_worker(monkeypatch, 0, 4)
-    told = r"num_workers is 4, which does not divide the sampler's interleave of 6, so 2 workers .*interleave=8"
+    told = r"num_workers is 4, which does not divide 6, .* so 2 workers .*num_workers=4"
     with pytest.warns(UserWarning, match=told):
         dataset.cache  # noqa: B018
     assert dataset.cache.nbytes // (4 * 60) == 7  # each worker sees three of the six windows of two chunks
@@ -335,7 +335,7 @@ def test_a_number_of_workers_that_does_not_divide_is_told(tmp_path, monkeypatch)
 
 def test_workers_that_read_straight_share_nothing(tmp_path, monkeypatch):
     dataset = ChunkDataset(make_images(tmp_path / "b.h5", 80, 4, (40_000,)))
-    ChunkSampler(dataset, 4, window_chunks=2, interleave=6)
+    ChunkSampler(dataset, 4, window_chunks=2, num_workers=6)
     as_worker(monkeypatch, 0, 4)
     assert dataset.cache.nbytes == 0  # and no warning
 

@@ -201,7 +201,7 @@ def test_batches_are_not_overwritten(tmp_path):
 def test_the_samplers_order_decides_the_cache(tmp_path):
     dataset = ChunkDataset(make_images(tmp_path / "a.h5", 2000, 4))
     dataset[0]
-    sampler = ChunkSampler(dataset, 8, window_chunks=6, interleave=4)
+    sampler = ChunkSampler(dataset, 8, window_chunks=6, num_workers=4)
     assert sampler.order.open_chunks == 24
     assert dataset.cache == CacheSettings(500, 25 * 4 * 50, 0.0)
     ChunkSampler(dataset, 8, shuffle=False)  # needs less, but the other one may be used, too

@@ -147,7 +147,7 @@ def test_every_sample_as_often_as_it_should_be(
 @pytest.mark.parametrize("echo", [1.5, 2])
 def test_the_fresh_batches_are_those_of_the_sampler(path, echo):
     dataset = ChunkDataset(path)
-    sampler = ChunkSampler(dataset, 16, seed=3, window_chunks=17, interleave=1)
+    sampler = ChunkSampler(dataset, 16, seed=3, window_chunks=17, num_workers=1)
     with ChunkLoader(**ordered(path, 16, window_chunks=17, seed=3), echo=echo) as loader:
         for epoch in range(2):
             order = loader.order

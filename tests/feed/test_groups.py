@@ -153,10 +153,10 @@ def first_numbers(loader) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("interleave", [None, 3])
-def test_everyone_reads_the_same_order(dataset, mode, interleave):
+@pytest.mark.parametrize("num_workers", [None, 3])
+def test_everyone_reads_the_same_order(dataset, mode, num_workers):
     def sampler_of(data):
-        return ChunkSampler(data, 12, seed=3, window_chunks=4, interleave=interleave, **mode)
+        return ChunkSampler(data, 12, seed=3, window_chunks=4, num_workers=num_workers, **mode)
 
     for data in (dataset, dataset.where("label < 4")):
         sampler = sampler_of(data)
@@ -177,16 +177,18 @@ def test_everyone_reads_the_same_order(dataset, mode, interleave):
 @pytest.mark.parametrize("mode", [MODES[0], MODES[5]], ids=str)
 def test_workers_do_not_change_the_order(dataset, mode):
     batches = [
-        first_numbers(DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 12, interleave=2, **mode), num_workers=n))
+        first_numbers(
+            DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 12, num_workers=2, **mode), num_workers=n)
+        )
         for n in (0, 2)
     ]
-    assert batches[0] == batches[1] == batches_of(ChunkSampler(dataset, 12, interleave=2, **mode))
+    assert batches[0] == batches[1] == batches_of(ChunkSampler(dataset, 12, num_workers=2, **mode))
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_ranks_have_as_many_batches_of_other_samples(dataset, mode):
     ranks = [
-        ChunkSampler(dataset, 12, rank=rank, world_size=3, window_chunks=2, interleave=2, **mode) for rank in range(3)
+        ChunkSampler(dataset, 12, rank=rank, world_size=3, window_chunks=2, num_workers=2, **mode) for rank in range(3)
     ]
     batches = [batches_of(rank) for rank in ranks]
     assert {len(own) for own in batches} == {len(ranks[0])} and len(ranks[0]) > 1

@@ -715,6 +715,8 @@ def test_functions_as_transforms(path, resident):
     ("options", "match"),
     [
         ({"reader": "fast"}, "reader is 'fast'"),
+        ({"num_workers": 4}, "num_threads"),
+        ({"collate_fn": list}, "pass transforms"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": 1.5}, "batch_size"),
         ({"seed": -1}, "seed"),
@@ -734,6 +736,8 @@ def test_options_that_cannot_be(path, options, match):
 
 
 def test_an_order_and_fields_that_cannot_be(path):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shufle'"):
+        ChunkLoader(path, 16, shufle=False)
     with pytest.raises(OptionError, match="window_chunks"):
         ChunkSampler(ChunkDataset(path), 16, window_chunks=0)
     with pytest.raises(OptionError, match="fields is empty"):

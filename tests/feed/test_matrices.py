@@ -233,7 +233,7 @@ def test_rows_of_chunks_that_come_and_go(tmp_path, monkeypatch, sparse, part):
     dataset = ChunkDataset(write(tmp_path / "a.h5", matrix, chunk_samples=64), transforms=[LAYOUTS[sparse]()])
     if part is not None:
         dataset = dataset.subset(np.random.default_rng(0).random(3000) < part)
-    sampler = ChunkSampler(dataset, 32, window_chunks=4, interleave=2)
+    sampler = ChunkSampler(dataset, 32, window_chunks=4, num_workers=2)
     expected = expected_rows(matrix, 1.0, None, "")
     numbers = dataset.samples
     with ThreadPoolExecutor(2) as pool:
@@ -252,7 +252,7 @@ def test_kept_rows_use_large_pages_only_if_no_chunk_is_freed(tmp_path, monkeypat
     arrays = []
     monkeypatch.setattr(kept_rows.KeptRows, "_load", lambda kept, chunks: arrays.append(kept._arrays[0]))
     dataset = ChunkDataset(write(tmp_path / "a.h5", random_matrix(3000, 200, 30), chunk_samples=64))
-    dataset[next(iter(ChunkSampler(dataset, 32, window_chunks=4, interleave=2)))]
+    dataset[next(iter(ChunkSampler(dataset, 32, window_chunks=4, num_workers=2)))]
     flags = flags_of_memory(arrays[0].data_ptr())
     if not {"hg", "nh"} & flags:
         pytest.skip("this kernel has no large pages")

@@ -758,7 +758,7 @@ def test_device_buffers_are_given_back_once_all_is_cached(photos, tmp_path, stop
         data = h5chunk.ChunkDataset(f"{server.url}/photos.h5", fields=["images", "sample_number"], cache_dir=tmp_path)
         if stops:
             data[range(600)]
-        sampler = h5chunk.ChunkSampler(data, 16, window_chunks=2, interleave=1)
+        sampler = h5chunk.ChunkSampler(data, 16, window_chunks=2, num_workers=1)
         with h5chunk.ChunkLoader(data, batch_sampler=sampler, device="cuda") as loader:
             for _ in range(6):
                 others = []

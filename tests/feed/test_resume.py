@@ -413,9 +413,9 @@ def test_a_refused_state_changes_nothing(make):
 
 
 def test_the_interleave_of_a_sampler_is_named(path):
-    state = ChunkSampler(ChunkDataset(path), 8, window_chunks=2, interleave=2).state_dict()
-    with pytest.raises(StateError, match="interleave=2, not 3"):
-        ChunkSampler(ChunkDataset(path), 8, window_chunks=2, interleave=3).load_state_dict(state)
+    state = ChunkSampler(ChunkDataset(path), 8, window_chunks=2, num_workers=2).state_dict()
+    with pytest.raises(StateError, match=r"interleave=2, not 3: .*num_workers"):
+        ChunkSampler(ChunkDataset(path), 8, window_chunks=2, num_workers=3).load_state_dict(state)
 
 
 def test_another_file_is_named(path, tmp_path, class_folder):

@@ -106,7 +106,7 @@ def test_the_files_window_is_the_default(tmp_path, class_folder):
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": 4, "window_chunks": 0}, "window_chunks is 0"),
         ({"batch_size": 4, "seed": -1}, "seed is -1"),
-        ({"batch_size": 4, "interleave": 0}, "interleave is 0"),
+        ({"batch_size": 4, "num_workers": -1}, "num_workers is -1"),
     ],
 )
 def test_what_cannot_be(dataset, wrong, message):
@@ -194,11 +194,11 @@ SHAPES = {
 }
 DRAWS = {
     "one batch a window": {"batch_size": 64, "window_chunks": 4},
-    "two batches a window": {"batch_size": 32, "window_chunks": 8, "interleave": 8},
-    "a chunk of several batches": {"batch_size": 16, "window_chunks": 4, "interleave": 8},
-    "borders": {"batch_size": 30, "window_chunks": 9, "interleave": 8},
+    "two batches a window": {"batch_size": 32, "window_chunks": 8, "num_workers": 8},
+    "a chunk of several batches": {"batch_size": 16, "window_chunks": 4, "num_workers": 8},
+    "borders": {"batch_size": 30, "window_chunks": 9, "num_workers": 8},
     "one batch with borders": {"batch_size": 100, "window_chunks": 4},
-    "large windows": {"batch_size": 24, "window_chunks": 12, "interleave": 6, "drop_last": True},
+    "large windows": {"batch_size": 24, "window_chunks": 12, "num_workers": 6, "drop_last": True},
     "file order": {"batch_size": 24, "shuffle": False},
 }
 
@@ -229,7 +229,7 @@ def test_each_gzip_chunk_is_decoded_once(tmp_path, counted, draw):
 def test_chunks_that_are_pieces_of_samples(tmp_path, counted):
     images = values((1500, 12, 12, 3), "u1")
     path = make_file(tmp_path / "a.h5", images=(images, {"chunks": (10, 5, 4, 1), "compression": "lzf"}))
-    assert amplification(path, counted, batch_size=32, window_chunks=8, interleave=4) <= 1.02
+    assert amplification(path, counted, batch_size=32, window_chunks=8, num_workers=4) <= 1.02
 
 
 def test_labels_are_read_once(tmp_path, counted):
@@ -239,7 +239,7 @@ def test_labels_are_read_once(tmp_path, counted):
         labels=(values((2000,), "i8"), {"chunks": (250,), "compression": "gzip"}),
     )
     dataset = ChunkDataset(path)
-    sampler = ChunkSampler(dataset, 32, window_chunks=8, interleave=8)
+    sampler = ChunkSampler(dataset, 32, window_chunks=8, num_workers=8)
     dataset[0]
     counted[-1].reads.clear()
     read_epochs(dataset, sampler)
@@ -258,7 +258,7 @@ def test_converted_files_are_read_once(tmp_path, counted, class_folder):
     path = tmp_path / "a.h5"
     h5chunk.convert(class_folder(203, classes=2), path, workers=0, chunk_samples=4)
     for batch_size in (8, 10, 16):
-        assert amplification(path, counted, batch_size=batch_size, window_chunks=6, interleave=4) <= 1.04  # 51 chunks
+        assert amplification(path, counted, batch_size=batch_size, window_chunks=6, num_workers=4) <= 1.04  # 51 chunks
 
 
 @pytest.mark.filterwarnings("ignore:num_workers is ., which does not divide the sampler's:UserWarning")
@@ -270,7 +270,7 @@ def test_workers_read_each_chunk_once(tmp_path, counted, monkeypatch, num_worker
     total = memory = 0
     for worker in range(num_workers):
         dataset = ChunkDataset(path)
-        sampler = ChunkSampler(dataset, 32, window_chunks=8, interleave=12 if num_workers != 6 else 3)
+        sampler = ChunkSampler(dataset, 32, window_chunks=8, num_workers=12 if num_workers != 6 else 3)
         as_worker(monkeypatch, worker, num_workers)
         dataset[0]
         memory += dataset.cache.nbytes

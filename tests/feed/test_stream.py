@@ -389,7 +389,7 @@ class TestCuda:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_uses_no_locks_of_its_parents_threads(path, monkeypatch):
     """They may be held for ever. The child gets an error, and can iterate again."""
-    sampler = ChunkSampler(ChunkDataset(path), 4, window_chunks=1, interleave=1)
+    sampler = ChunkSampler(ChunkDataset(path), 4, window_chunks=1, num_workers=1)
     loader = ChunkLoader(path, batch_sampler=sampler, resident=False, num_threads=2)
     batches, parent = iter(loader), os.getpid()
     next(batches)

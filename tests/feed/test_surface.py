@@ -38,10 +38,10 @@ def test_a_mix_owns_the_proportions():
 
 def test_a_sampler_owns_the_order():
     assert arguments(h5chunk.ChunkSampler) == {
-        "dataset": MISSING, "batch_size": None, "*batch_elements": None, "*padded": True,
+        "dataset": MISSING, "batch_size": None, "*batch_elements": None,
         "*bucket_batches": 1, "*shuffle": True, "*seed": 0, "*window_chunks": None,
         "*drop_last": False, "*pad": False, "*lanes": None, "*rank": None, "*world_size": None, "*weights": None,
-        "*locality": None, "*interleave": None,
+        "*locality": None, "*num_workers": None,
         "*groups": None, "*groups_per_batch": None, "*proportions": None, "*controls": None,
     }  # fmt: skip
 
@@ -52,7 +52,7 @@ def test_a_loader_owns_where_and_how():
         "*shuffle": True, "*seed": 0, "*drop_last": False,
         "*transforms": None, "*as_dict": None,
         "*device": "cpu", "*memory_bytes": None, "*num_threads": None, "*resident": False,
-        "*reader": "auto", "*reuse": False, "*echo": 1, "*timeout": 120.0, "*num_workers": None,
+        "*reader": "auto", "*reuse": False, "*echo": 1, "*timeout": 120.0, "others": MISSING,
     }  # fmt: skip
 
 

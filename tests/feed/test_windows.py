@@ -107,8 +107,8 @@ def test_masks_belong_to_their_windows_when_windows_of_the_order_alternate(reuse
     with h5py.File(path, "w") as file:
         file["x"], file["length"] = np.arange(66), [9, 36, 9, 5, 2, 5]
     windows = h5chunk.Windows(path, {"x": "x"}, 5, padding="edge", episode_lengths="length")
-    order = [list(batch) for batch in h5chunk.ChunkSampler(windows, 4, window_chunks=1, interleave=4)]
-    sampler = h5chunk.ChunkSampler(windows, 4, window_chunks=1, interleave=4)
+    order = [list(batch) for batch in h5chunk.ChunkSampler(windows, 4, window_chunks=1, num_workers=4)]
+    sampler = h5chunk.ChunkSampler(windows, 4, window_chunks=1, num_workers=4)
     for numbers, batch in zip(order, h5chunk.ChunkLoader(windows, batch_sampler=sampler, reuse=reuse), strict=True):
         assert all(map(torch.equal, batch, map(torch.stack, zip(*windows.__getitems__(numbers), strict=True))))
 

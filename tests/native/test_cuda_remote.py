@@ -66,7 +66,7 @@ def test_threads_ask_only_for_copies_that_are_still_known(
         data = h5chunk.ChunkDataset(f"{server.url}/many.h5", cache_dir=tmp_path / "data")
         if stops:
             data[range(3000)]  # all is in the cache now
-        sampler = h5chunk.ChunkSampler(data, 16, window_chunks=4, interleave=1)
+        sampler = h5chunk.ChunkSampler(data, 16, window_chunks=4, num_workers=1)
         with ChunkLoader(data, batch_sampler=sampler, device="cuda", resident=False) as loader:
             for _ in range(6):
                 for number, (some, labels) in enumerate(loader):

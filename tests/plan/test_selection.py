@@ -87,7 +87,7 @@ def test_a_subset_by_every_reader(path, options, as_mask):  # noqa: F811
 def test_a_subset_of_a_subset_and_workers(path):  # noqa: F811
     part = ChunkDataset(path).subset(SUBSET).subset(np.arange(0, 71, 2))
     assert part.samples.tolist() == sorted(SUBSET.tolist())[::2]
-    loader = DataLoader(part, batch_sampler=ChunkSampler(part, 8, interleave=2), num_workers=2)
+    loader = DataLoader(part, batch_sampler=ChunkSampler(part, 8, num_workers=2), num_workers=2)
     assert sorted(torch.cat([labels for _, labels in loader]).tolist()) == part.samples.tolist()
     assert part[-1][1] == part.samples[-1]
     assert [labels.tolist() for _, labels in ChunkLoader(part, 8)] == epoch_of(

@@ -120,7 +120,7 @@ def read_loader(path: Path | list[Path], mode: str, **options: Any) -> list[byte
 def read_dataset(path: Path | list[Path], mode: str, num_workers: int = 0) -> list[bytes]:
     """The same by a `ChunkDataset` in a DataLoader."""
     dataset = ChunkDataset(path, checksums=mode)
-    sampler = ChunkSampler(dataset, 16, shuffle=False, interleave=1)
+    sampler = ChunkSampler(dataset, 16, shuffle=False, num_workers=1)
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers)
     return [as_bytes(batch) for batch in loader]
 
@@ -269,7 +269,7 @@ def test_workers_check(images: Path, tmp_path: Path) -> None:
     flip(path, "images", 4)
     dataset = ChunkDataset(path, checksums="first")
     assert pickle.loads(pickle.dumps(dataset))[0][0].shape == (3, 20, 20)
-    sampler = ChunkSampler(dataset, 8, interleave=2)
+    sampler = ChunkSampler(dataset, 8, num_workers=2)
     batches = iter(DataLoader(dataset, batch_sampler=sampler, num_workers=1, multiprocessing_context="fork"))
     with pytest.raises(FileError, match=message(path, "images", 4)):
         list(batches)

@@ -136,7 +136,7 @@ def test_when_chunks_are_even(tmp_path: Path, sizes: Sizes, even: bool) -> None:
 
 def test_batches_are_of_few_chunks(tmp_path: Path) -> None:
     make_set(tmp_path / "set", UNEVEN)
-    sampler = ChunkSampler(ChunkDataset(tmp_path / "set"), 16, window_chunks=2, interleave=1)
+    sampler = ChunkSampler(ChunkDataset(tmp_path / "set"), 16, window_chunks=2, num_workers=1)
     starts = open_reader(tmp_path / "set").chunk_starts
     touched = [len(np.unique(np.searchsorted(starts, batch, "right"))) for batch in sampler]
     assert np.mean(touched) < 8  # of 53
@@ -174,7 +174,7 @@ def test_parts(paths: list[Path]) -> None:
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.nightly)])
 def test_workers(paths: list[Path], context: str) -> None:
-    dataset, order = ChunkDataset(paths), {"window_chunks": 4, "interleave": 2, "seed": 1}
+    dataset, order = ChunkDataset(paths), {"window_chunks": 4, "num_workers": 2, "seed": 1}
     expected = [dataset[batch][1].tolist() for batch in ChunkSampler(dataset, 16, **order)]
     sampler = ChunkSampler(dataset, 16, **order)
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2, multiprocessing_context=context)
@@ -206,7 +206,7 @@ def test_each_chunk_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     num_chunks = sum(len(chunk_table(path)) for path in paths)
     decoded = watch(monkeypatch, "decode chunk")
     dataset = ChunkDataset(paths, fields=["images"])
-    read_epochs(dataset, ChunkSampler(dataset, 8, window_chunks=4, interleave=2))
+    read_epochs(dataset, ChunkSampler(dataset, 8, window_chunks=4, num_workers=2))
     assert num_chunks <= len(decoded) <= 1.1 * num_chunks
     for num_threads in (1, 3):
         decoded.clear()

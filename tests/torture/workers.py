@@ -103,7 +103,7 @@ def _chunk_loader(path: Path) -> Any:
 
 def _data_loader(path: Path, timeout: float = 0, transform: Any = None) -> DataLoader[Any]:
     dataset = h5chunk.ChunkDataset(path, transforms=transform)
-    sampler = h5chunk.ChunkSampler(dataset, BATCH, interleave=2)
+    sampler = h5chunk.ChunkSampler(dataset, BATCH, num_workers=2)
     return DataLoader(
         dataset, batch_sampler=sampler, num_workers=2, persistent_workers=True, timeout=timeout,
         multiprocessing_context="fork",
