@@ -4,7 +4,7 @@ from setuptools import Extension, setup
 
 core = Extension(
     "h5chunk.native._core",
-    [f"h5chunk/native/{name}.c" for name in ("core", "filters", "rows", "augment", "draws", "jpeg", "cuda")],
+    [f"h5chunk/native/{name}.c" for name in ("core", "filters", "rows", "augment", "jpeg", "cuda")],
     libraries=["m"],
     depends=[f"h5chunk/native/{name}.h" for name in ("augment", "filters")],
     extra_compile_args=["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"],

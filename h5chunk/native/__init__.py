@@ -166,7 +166,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("dense", ctypes.c_int, (ctypes.POINTER(_Matrix), address, number, address)),
         ("augment", ctypes.c_int, (address, address, number, address, number, number, address)),
         ("copy_boxes", None, (address, address, number, number, address, number, address, address)),
-        ("draw", number, (address, number, address, number, address, address, number, address, number, address)),
         ("find_jpeg", ctypes.c_int, (address,)),
         ("decode", number, (*[address] * 4, number)),
         ("cuda_context", address, ()),

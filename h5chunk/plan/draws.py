@@ -15,6 +15,7 @@ True
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,7 +26,9 @@ from h5chunk.plan.permutation import Indices, mixed
 
 Floats = npt.NDArray[np.float64]
 EVERY_EPOCH = -1  # used as the epoch for draws that are the same in all epochs
-STEP = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
+WORD = (1 << 64) - 1
+ZERO, UNUSED_BITS = np.uint64(0), np.uint64(11)  # a float64 has 53 bits
 REPEAT, MOST_REPEATS = 1 << 40, 1 << 23  # REPEAT exceeds the index of any sample
 
 
@@ -52,10 +55,14 @@ class Draws(NamedTuple):
 
         For each sample, these are the numbers ``first`` to ``first + count - 1`` of its stream ``stream``.
         """
-        key = stream_key(self.seed, self.epoch, self.use, stream)
+        return self.chosen(stream, range(first, first + count))
+
+    def chosen(self, stream: int, places: Iterable[int]) -> Floats:
+        """Return the random numbers at these places of the stream: (places, n) float64, uniform in [0, 1)."""
+        key = _stream_key(self.seed, self.epoch, self.use, stream)
         sample_words = mixed(self.samples.view(np.uint64), np.uint64(key))
-        steps = (np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(STEP))[:, None]
-        return np.asarray((mixed(sample_words + steps, np.uint64(0)) >> np.uint64(11)) * 2.0**-53)
+        steps = np.array([(place + 1) * GOLDEN & WORD for place in places], np.uint64)[:, None]
+        return np.asarray((mixed(sample_words + steps, ZERO) >> UNUSED_BITS) * 2.0**-53)
 
     @property
     def numbers(self) -> Indices:
@@ -90,9 +97,9 @@ def keys_of_repeated(samples: Indices) -> Indices:
 
 
 @lru_cache(1024)
-def stream_key(*numbers: int) -> int:
+def _stream_key(*numbers: int) -> int:
     """Hash the seed, the epoch, the use and the stream to one 64-bit integer."""
     key = np.zeros(1, np.uint64)
     for number in numbers:
-        key = mixed(key + np.uint64(number & (1 << 64) - 1), np.uint64(STEP))
+        key = mixed(key + np.uint64(number & WORD), np.uint64(GOLDEN))
     return int(key[0])

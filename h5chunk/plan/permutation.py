@@ -25,6 +25,10 @@ CHUNKS, WINDOW, FILL, ONCE, SHORT, ECHO = range(6)  # streams of random numbers;
 WEIGHTS, SPLIT, NODES, BUCKETS, GROUPS, ADVANCE, DEAL = range(1 << 40, (1 << 40) + 7)
 MAX_SEED = (1 << 64) - 1
 
+# of SplitMix64; made once, because making a scalar of NumPy takes as long as adding small arrays
+ONE, GOLDEN, LAST_SHIFT = np.uint64(1), np.uint64(0x9E3779B97F4A7C15), np.uint64(31)
+MIXING = [(np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))]
+
 
 def permutation(size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> Indices:
     """Make a random permutation of ``range(size)``, the same on every machine and NumPy version: (size,) int64.
@@ -36,10 +40,14 @@ def permutation(size: int, seed: int, *, stream: Stream = (ONCE, 0, 0)) -> Indic
 
 def mixed(words: Words, key: np.uint64) -> Words:
     """Hash 64-bit words with the finaliser of SplitMix64."""
-    bits = (words + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ key
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(bits ^ (bits >> np.uint64(31)))
+    bits = np.asarray(words + ONE)
+    bits *= GOLDEN
+    bits ^= key
+    for shift, factor in MIXING:
+        bits ^= bits >> shift
+        bits *= factor
+    bits ^= bits >> LAST_SHIFT
+    return bits
 
 
 def sorted_order(keys: Words) -> Indices:

@@ -15,7 +15,7 @@ import torch
 
 from h5chunk.errors import MAX_SIDE, OptionError, check_flag, check_whole
 from h5chunk.plan.draws import Draws
-from h5chunk.transforms.geometry import ATTEMPTS, Geometry, Size, random_boxes, random_offsets
+from h5chunk.transforms.geometry import ATTEMPTS, Box, Geometry, Size, random_boxes, random_offsets
 
 INTERPOLATIONS = ("bilinear", "nearest-exact")
 MODES = ("constant", "reflect", "edge")
@@ -102,17 +102,14 @@ class RandomResizedCrop(Resizing):
         self.check_interpolation()
 
     def change(self, geometry: Geometry, draws: Draws, stream: int) -> None:
-        numbers = draws.uniform(stream, 2, 2 * ATTEMPTS)
         height, width = geometry.height, geometry.width
-        heights, widths, found = random_boxes(draws, stream, height, width, self.scale, self.ratio)
-        down, right = (random_offsets(numbers[0], height - heights), random_offsets(numbers[1], width - widths))
+        box, found = random_boxes(draws, stream, height, width, self.scale, self.ratio)
         if not found.all():  # use the largest box in the middle
             tall = np.rint(width / self.ratio[0]).clip(1, height).astype(np.int64)
             wide = np.rint(height * self.ratio[1]).clip(1, width).astype(np.int64)
-            heights, widths = np.where(found, heights, tall), np.where(found, widths, wide)
-            down = np.where(found, down, (height - tall) // 2)
-            right = np.where(found, right, (width - wide) // 2)
-        geometry.crop(down, right, heights, widths)
+            middle = (height - tall) // 2, (width - wide) // 2, tall, wide
+            box = tuple(np.where(found, *both) for both in zip(box, middle, strict=True))  # type: ignore[assignment]
+        geometry.crop(*box)
         geometry.resize(*self.size)  # type: ignore[misc]
 
     def size_after(self, size: Size | None) -> Size | None:
@@ -283,7 +280,7 @@ class Erasing:
         float | Sequence[float]
     )  # one value, or one per channel, in the units of the values at this point of the list
 
-    def boxes(self, height: int, width: int, draws: Draws, stream: int) -> tuple[Any, Any, Any, Any]:
+    def boxes(self, height: int, width: int, draws: Draws, stream: int) -> Box:
         """Return the top, left, height and width of the boxes, (n,) int64 each. A box of 0 x 0 erases nothing."""
         raise NotImplementedError
 
@@ -313,7 +310,7 @@ class Cutout(Erasing):
         object.__setattr__(self, "size", check_whole("Cutout: size", self.size, 1, MAX_SIDE))
         object.__setattr__(self, "value", _values(self, self.value))
 
-    def boxes(self, height: int, width: int, draws: Draws, stream: int) -> tuple[Any, Any, Any, Any]:
+    def boxes(self, height: int, width: int, draws: Draws, stream: int) -> Box:
         numbers, half = draws.uniform(stream, 2), self.size // 2
         ends = []
         for number, side in zip(numbers, (height, width), strict=True):
@@ -356,13 +353,11 @@ class RandomErasing(Erasing):
         low, high = self.ratio
         return 1 / high, 1 / low
 
-    def boxes(self, height: int, width: int, draws: Draws, stream: int) -> tuple[Any, Any, Any, Any]:
-        numbers = draws.uniform(stream, 3, 2 * ATTEMPTS)
+    def boxes(self, height: int, width: int, draws: Draws, stream: int) -> Box:
         tall, wide = (np.full(len(draws.samples), side) for side in (height, width))
-        heights, widths, found = random_boxes(draws, stream, tall, wide, self.scale, self.wide_ratio)
-        erases = found & (numbers[2] < self.p)
-        heights, widths = heights * erases, widths * erases
-        return random_offsets(numbers[0], height - heights), random_offsets(numbers[1], width - widths), heights, widths
+        box, found = random_boxes(draws, stream, tall, wide, self.scale, self.wide_ratio)
+        erases = found & (draws.uniform(stream, 1, 2 * ATTEMPTS + 2)[0] < self.p)
+        return tuple(values * erases for values in box)
 
 
 GEOMETRIC = (RandomResizedCrop, RandomCrop, CenterCrop, Resize, RandomHorizontalFlip, AlternatingFlip)

@@ -21,7 +21,6 @@ from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import ERASERS, GEOMETRIC
 from h5chunk.transforms.augment_rule import AUGMENTING, augment_with_torch, make_rule, native_rule
 from h5chunk.transforms.compiled import AugmentKernel, LoadedTable
-from h5chunk.transforms.drawing import NativeDraws
 from h5chunk.transforms.geometry import ERASING, Geometry, Size
 from h5chunk.transforms.images import ImagesByNumber, kept_converter
 
@@ -75,7 +74,6 @@ class AugmentConverter:
         self._together = max(1, min(MAX_TOGETHER, TAPS_BYTES // (4 * taps)))
         self._kernel: AugmentKernel | None = None
         self._native: ImageRule | None = None
-        self._native_draws: NativeDraws | None = None
         self.threads = KeptThreads("h5chunk-augment")
 
     def _size(self) -> Size:
@@ -91,17 +89,10 @@ class AugmentConverter:
         geometry.
         """
         count = len(draws.samples)
-        table = self._empty_table(count)
-        if native.available():
-            if self._native_draws is None:
-                self._native_draws = NativeDraws(self._geometric, self._erasers, self._rule.size)
-            if self._native_draws.fill(table, heights, widths, draws):
-                return table
-        height, width = (np.broadcast_to(each, count).astype(np.int64) for each in (heights, widths))
-        geometry = self._cut(height, width, draws)
+        geometry = self._cut(np.full(count, heights, np.int64), np.full(count, widths, np.int64), draws)
         for number, eraser in enumerate(self._erasers, ERASING):
             geometry.erased.append(eraser.boxes(*self._rule.size, draws, number))
-        return geometry.fill(table)
+        return geometry.fill(self._empty_table(count))
 
     def _empty_table(self, count: int) -> Indices:
         shape = count, ERASED + 4 * len(self._erasers)
@@ -115,12 +106,7 @@ class AugmentConverter:
         return geometry
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_kernel": None,
-            "_native": None,
-            "_native_draws": None,
-        }  # another process makes its own
+        return {**self.__dict__, "_kernel": None, "_native": None}  # another process makes its own
 
     def prepare(self, device: torch.device) -> None:
         """Put the constants on the device, and compile the kernel for it."""

@@ -14,9 +14,10 @@ from h5chunk.plan.permutation import Indices
 
 Flags = npt.NDArray[np.bool_]
 Size = tuple[int, int]
+Box = tuple[Indices, Indices, Indices, Indices]  # top, left, height and width of each image's box
 ERASING = 1 << 20  # first stream of the transforms that erase boxes
 ATTEMPTS, EARLY_ATTEMPTS = 10, 2  # attempts to draw a box that fits, as in torchvision
-POWERS = [math.log(2) ** n / math.factorial(n) for n in range(8)]  # Taylor coefficients of 2**x; also in draws.c
+POWERS = [math.log(2) ** n / math.factorial(n) for n in range(8)]  # Taylor coefficients of 2**x
 
 
 @dataclass
@@ -31,9 +32,9 @@ class Geometry:
     height: Indices  # of the window, initially of the image
     width: Indices
     flip: Flags = field(init=False)
-    box: tuple[Indices, Indices, Indices, Indices] = field(init=False)
+    box: Box = field(init=False)
     full: tuple[Indices, Indices] = field(init=False)
-    erased: list[tuple[Indices, Indices, Indices, Indices]] = field(default_factory=list)
+    erased: list[Box] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sizes = self.full = self.height, self.width
@@ -45,14 +46,16 @@ class Geometry:
         """Crop the window. Where ``flip`` is set, ``left`` is counted in the mirrored window."""
         left = np.where(self.flip, self.width - left - width, left) if self.flip.any() else left
         self.down, self.right = self.down + top, self.right + left
-        self.height, self.width = (np.broadcast_to(size, self.down.shape) for size in (height, width))
+        self.height, self.width = self._each(height), self._each(width)
 
     def resize(self, height: Indices | int, width: Indices | int) -> None:
         """Resize the window, which must be inside the image and must not have been resized before."""
         self.box = self.box[0] + self.down, self.box[1] + self.right, self.height, self.width
-        self.height, self.width = (np.broadcast_to(size, self.down.shape) for size in (height, width))
-        self.full = self.height, self.width
+        self.full = self.height, self.width = self._each(height), self._each(width)
         self.down = self.right = np.zeros_like(self.down)
+
+    def _each(self, size: Indices | int) -> Indices:
+        return size if isinstance(size, np.ndarray) else np.full(len(self.down), size)
 
     def mirror(self, flip: Flags) -> None:
         """Flip the window from left to right where ``flip`` is set."""
@@ -69,39 +72,38 @@ class Geometry:
 
 def random_boxes(
     draws: Draws, stream: int, height: Indices, width: Indices, scale: tuple[float, float], ratio: tuple[float, float]
-) -> tuple[Indices, Indices, Flags]:
-    """Draw the heights and widths of boxes that fit into images, whose sizes are ``height`` and ``width``: (n,) each.
+) -> tuple[Box, Flags]:
+    """Draw a box in each image, whose sizes are ``height`` and ``width``, (n,) each.
 
     ``scale`` is the range of a box's area, as a fraction of the image's area, and ``ratio`` the range of its aspect
-    ratio, width over height. Returns the heights, the widths, and whether one of `ATTEMPTS` boxes fitted, (n,) each.
-    Where none fitted, the size is undefined. The attempts use the first 2 * `ATTEMPTS` numbers of the stream.
+    ratio, width over height. Returns the boxes, and whether one of `ATTEMPTS` boxes fitted, (n,). Where none fitted,
+    the box is undefined. The sizes of the attempts are the first 2 * `ATTEMPTS` numbers of the stream, and the next two
+    place the box.
     """
-    boxes = _first_fitting(draws, stream, range(EARLY_ATTEMPTS), height, width, scale, ratio)
-    remaining = np.flatnonzero(~boxes[2])
+    early, placing = range(2 * EARLY_ATTEMPTS), range(2 * ATTEMPTS, 2 * ATTEMPTS + 2)
+    numbers = draws.chosen(stream, (*early, *placing))
+    sizes, (down, right) = _first_fitting(numbers[:-2], height, width, scale, ratio), numbers[-2:]
+    remaining = np.flatnonzero(~sizes[2])
     if len(remaining):  # few, because most boxes fit at an early attempt
-        later_draws = Draws(draws.seed, draws.epoch, draws.samples[remaining], draws.use)
-        later = _first_fitting(
-            later_draws, stream, range(EARLY_ATTEMPTS, ATTEMPTS), height[remaining], width[remaining], scale, ratio
-        )
-        for values, value in zip(boxes, later, strict=True):
+        some = Draws(draws.seed, draws.epoch, draws.samples[remaining], draws.use)
+        more = some.chosen(stream, range(2 * EARLY_ATTEMPTS, 2 * ATTEMPTS))
+        later = _first_fitting(more, height[remaining], width[remaining], scale, ratio)
+        for values, value in zip(sizes, later, strict=True):
             values[remaining] = value
-    return boxes
+    tall, wide, found = sizes
+    return (random_offsets(down, height - tall), random_offsets(right, width - wide), tall, wide), found
 
 
 def _first_fitting(
-    draws: Draws,
-    stream: int,
-    attempts: range,
-    height: Indices,
-    width: Indices,
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
+    numbers: Floats, height: Indices, width: Indices, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Indices, Indices, Flags]:
-    """Draw one box per attempt for each image, and return the first box that fits, as `random_boxes` does."""
-    uniform = draws.uniform(stream, 2 * len(attempts), 2 * attempts.start)
-    areas = (scale[0] + uniform[::2] * (scale[1] - scale[0])) * (height * width)
-    low, high = (math.log2(bound) for bound in ratio)
-    shapes = _powers_of_two(low + uniform[1::2] * (high - low))
+    """Return the height and width of the first box that fits into each image, and whether one fits: (n,) each.
+
+    ``numbers``, (2 * attempts, n), are uniform in [0, 1): the area and the aspect ratio of each attempt.
+    """
+    areas = (scale[0] + numbers[::2] * (scale[1] - scale[0])) * (height * width)
+    low, high = math.log2(ratio[0]), math.log2(ratio[1])
+    shapes = _powers_of_two(low + numbers[1::2] * (high - low))
     tall, wide = np.rint(np.sqrt(areas / shapes)), np.rint(np.sqrt(areas * shapes))
     fits = (tall > 0) & (wide > 0) & (tall <= height) & (wide <= width)
     first, images = fits.argmax(0), np.arange(fits.shape[1])
@@ -109,11 +111,12 @@ def _first_fitting(
 
 
 def _powers_of_two(exponents: Floats) -> Floats:
-    """Return 2**x with a relative error below 1e-7. Unlike np.exp2, it gives the same bits as the native library."""
+    """Return 2**x with a relative error below 1e-7. Unlike np.exp2, it gives the same bits on every machine."""
     whole = np.rint(exponents)
     part, total = exponents - whole, np.full_like(exponents, POWERS[-1])
     for power in POWERS[-2::-1]:
-        total = total * part + power
+        total *= part
+        total += power
     return np.ldexp(total, whole.astype(np.int64))
 
 
