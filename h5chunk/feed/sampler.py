@@ -182,9 +182,10 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     drop_last : bool
         Leave out the last batch if it is not full, on all ranks.
     pad : bool
-        Fill up the last batch, on all ranks, with samples from the beginning of the epoch. Without ``drop_last`` and
-        ``pad``, every sample is used once; the last batch may then be one sample larger on some ranks, or be empty,
-        of which a warning tells.
+        Fill up the last batch, on all ranks, with samples from the beginning of the epoch, as DistributedSampler does.
+        Batches by length, which differ in size, get at least one sample. Without ``drop_last`` and ``pad``, every
+        sample is used once; the last batch may then be one sample larger on some ranks, or be empty, of which a warning
+        tells.
     lanes, rank, world_size : int, optional
         The position of this process among several training processes. Default: that of torch.distributed if it is
         initialised, and one lane per rank. All ranks have the same number of batches, of ``batch_size`` samples, and
@@ -329,9 +330,10 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             order = replace(order, interleave=choose_interleave(order.window_chunks * reader.chunk_bytes))
             if window_chunks is not None or reader.header is None or not reader.header.shuffled:
                 order = with_full_windows(order)  # even if only a few windows of that size fit in an epoch
-        if kind is Order and order.rank == 0 and (num_idle := order.num_idle_ranks):
+        if order.rank == 0 and (num_idle := order.num_idle_ranks):
+            what = "the last batch of each" if order.has_equal_batches else "a batch at the end of the next"
             warnings.warn(
-                f"the last batch of each epoch is empty on {num_idle} of {order.world_size} ranks: pass drop_last=True "
+                f"{what} epoch is empty on {num_idle} of {order.world_size} ranks: pass drop_last=True "
                 "or pad=True, or another batch_size",
                 stacklevel=2,
             )

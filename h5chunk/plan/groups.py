@@ -444,6 +444,11 @@ class GroupOrder(Order):
         return (np.unique(self._sets.chunks[window.samples]) for window in own.windows())
 
     @property
+    def num_idle_ranks(self) -> int:
+        rest = self._sets.num_sets % (self._sets.batch_sets * self.world_size)
+        return max(0, self.world_size - rest) if rest else 0
+
+    @property
     def num_left_out(self) -> int:
         """Number of samples of the data set that an epoch leaves out."""
         return self._sets.num_left_out

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from h5chunk.errors import OptionError, check_whole
+from h5chunk.plan.draws import REPEAT
 from h5chunk.plan.order import Order, Round, Window
 from h5chunk.plan.permutation import BUCKETS, Indices, random_bits, sorted_order
 
@@ -62,8 +63,6 @@ class LengthOrder(Order):
             raise OptionError(
                 f"num_workers is {self.interleave}, but batches by length do not alternate: leave num_workers out"
             )
-        if self.pad:
-            raise OptionError("pad fills up the last batch, but batches by length differ in size anyway: leave pad out")
 
     @property
     def window_batches(self) -> int:
@@ -103,6 +102,16 @@ class LengthOrder(Order):
             self._sizes[key] = arrays, found
         return list(found)
 
+    @property
+    def num_idle_ranks(self) -> int:
+        """Number of ranks with an empty batch, because they have fewer samples in a window than there are batches."""
+        if self.pad or self.world_size == 1 or not self.num_samples:
+            return 0
+        counts, size = np.array(self._batches_of_windows), self.window_batches * self.batch_size
+        ranks = np.array([self._lane(rank).num_samples for rank in range(self.world_size)])
+        samples = np.clip(ranks[:, None] - size * np.arange(len(counts)), 0, size)  # of each rank in each window
+        return int((samples < counts).any(axis=1).sum())
+
     def _counts(self, rank: int) -> tuple[list[int], int]:
         """Return the number of batches in each window of a rank, and the number of full batches in the last window."""
         counts, full = [], 0
@@ -117,7 +126,8 @@ class LengthOrder(Order):
         """Return an order whose batches are the shuffled windows of a rank."""
         own = {each.name: getattr(self, each.name) for each in fields(Order)}
         size = self.window_batches * self.batch_size
-        changes = {"batch_size": size, "window_chunks": 1, "rank": rank, "drop_last": False, "epoch_samples": 0}
+        changes = {"batch_size": size, "window_chunks": 1, "rank": rank, "epoch_samples": 0}
+        changes |= {"drop_last": False, "pad": False}
         return Order(**own | changes)
 
     def rounds(self) -> Iterator[Round]:
@@ -133,9 +143,12 @@ class LengthOrder(Order):
 
     def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
         """Yield the windows that contain batch ``start`` or later batches. Windows are never joined."""
-        first = 0
+        first, begin = 0, None
         pairs = zip(self._windows_of(self.rank).windows(), self._batches_of_windows, strict=True)
         for number, (window, num_batches) in enumerate(pairs):
+            begin = window if begin is None else begin
+            if self.pad and len(window.keys) < num_batches:
+                window = _filled_up(window, begin.keys, num_batches)
             if first + num_batches > max(start, first):
                 yield self._window_of(window, number, first, num_batches, max(0, start - first))
             first += num_batches
@@ -190,6 +203,15 @@ class LengthOrder(Order):
             sizes.append(max(1, int(np.searchsorted(elements, self.max_elements, "right"))))
             first += sizes[-1]
         return sizes
+
+
+def _filled_up(window: Window, keys: Indices, num_samples: int) -> Window:
+    """Add some of the samples that ``keys`` begins with to a window, so that it has ``num_samples``."""
+    added = np.resize(keys, num_samples - len(window.keys))
+    every = np.concatenate([window.keys, added])
+    places = np.concatenate([window.destinations, np.arange(len(window.keys), num_samples)])
+    numbers = np.concatenate([window.samples, added % REPEAT])
+    return Window(numbers, numbers[places], places, window.batches, every)
 
 
 def usual_batch(lengths: Indices, max_elements: int | None, max_samples: int | None, padded: bool) -> int:

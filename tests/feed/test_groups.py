@@ -200,6 +200,15 @@ def test_ranks_have_as_many_batches_of_other_samples(dataset, mode):
         assert sorted(uses.elements()) == list(range(N))
 
 
+def test_an_empty_last_batch_warns(dataset):
+    part = dataset.subset(range(12 * 3 * 2 + 2))
+    with pytest.warns(UserWarning, match="the last batch of each epoch is empty on 1 of 3 ranks: pass drop_last=True"):
+        ChunkSampler(part, 12, groups="label", rank=0, world_size=3)
+    for last in ("pad", "drop_last"):
+        ranks = [ChunkSampler(part, 12, groups="label", rank=rank, world_size=3, **{last: True}) for rank in range(3)]
+        assert {len(batch) for batch in chain(*map(batches_of, ranks))} == {12}
+
+
 def test_a_state_of_other_groups_is_refused(dataset):
     state = ChunkSampler(dataset, 12, groups="subject", groups_per_batch=1).state_dict(3)
     for other in ({"groups": "label", "groups_per_batch": 1}, {"groups": "subject", "groups_per_batch": 2}, {}):

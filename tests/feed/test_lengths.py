@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,31 @@ def test_ranks_have_equally_many_batches(dataset: h5chunk.ChunkDataset, way: dic
         assert {len(batch) for own in batches for batch in own} == {16}
 
 
+def test_an_empty_batch_warns_and_pad_avoids_it(dataset: h5chunk.ChunkDataset) -> None:
+    """In every case in which there is one, and in no other."""
+    seen = set()
+    ranks: dict[str, Any] = {"batch_elements": 600, "batch_size": 2, "window_chunks": 1, "world_size": 3}
+    for count in range(40, 80):
+        part = dataset.subset(13 * np.arange(count))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            plain = [list(h5chunk.ChunkSampler(part, rank=rank, **ranks)) for rank in range(3)]
+        empty = sum(not all(batches) for batches in plain)
+        assert [str(each.message).split(":")[0] for each in found] == [
+            f"a batch at the end of the next epoch is empty on {empty} of 3 ranks"
+        ] * (empty > 0)
+        samplers = [h5chunk.ChunkSampler(part, rank=rank, pad=True, **ranks) for rank in range(3)]
+        padded = [list(sampler) for sampler in samplers]
+        assert len({len(batches) for batches in padded}) == 1 and all(all(batches) for batches in padded)
+        assert {number for batches in padded for batch in batches for number in batch} == set(range(count))
+        assert empty or padded == plain
+        if empty:
+            loader = h5chunk.ChunkLoader(part, batch_sampler=h5chunk.ChunkSampler(part, rank=2, pad=True, **ranks))
+            assert [batch[2].tolist() for batch in loader] == [part.samples[own].tolist() for own in padded[2]]
+        seen.add(empty > 0)
+    assert seen == {True, False}
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("pack", [False, True])
@@ -128,7 +154,6 @@ def test_buckets_save_padding_and_state_their_cost(dataset: h5chunk.ChunkDataset
         ({"batch_elements": MOST - 1}, r"sample 700 has 600: .*sample_lengths <= 599"),
         ({"batch_elements": 0}, "batch_elements is 0"),
         ({"batch_elements": 800, "batch_size": 0}, "batch_size is 0"),
-        ({"batch_elements": 800, "pad": True}, "leave pad out"),
         ({"batch_elements": 800, "num_workers": 4}, "num_workers is 4"),
         ({"batch_elements": 800, "lanes": 4, "rank": 0, "world_size": 2}, "one lane per rank"),
         ({"batch_size": 8, "bucket_batches": 0}, "bucket_batches is 0"),
