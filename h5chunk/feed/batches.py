@@ -18,17 +18,13 @@ from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.transforms import Transform, compile_transforms
-from h5chunk.transforms.any_size import AHEAD, AnySizeConverter, Pending
-from h5chunk.transforms.augmenting import AugmentConverter
+from h5chunk.transforms.any_size import Pending
 from h5chunk.transforms.csr import CsrRows
 from h5chunk.transforms.images import ImagesByNumber
-from h5chunk.transforms.pairs import ByName, num_tensors
+from h5chunk.transforms.pairs import ByName, Packed, num_changed, num_tensors
 from h5chunk.transforms.per_sample import PerSample, split_per_sample
-from h5chunk.transforms.ragged import RaggedConverter
-from h5chunk.transforms.rows import RowConverter
 
-GROUP_BYTES = 64 << 20  # converted by one call, because launching a kernel for a small batch costs more than running it
-MORE_BYTES = 256 << 20  # the same for dense rows and for data on a GPU; see scripts/LOG.md
+MORE_BYTES = 256 << 20  # of batches of data on a GPU that are made by one call; see scripts/LOG.md
 ALL = 1 << 30  # more batches than any window has
 Part = Any  # one field of a batch: a tensor, a tuple of tensors, or a pending result of decoding
 Tensors = tuple[torch.Tensor, ...]  # one per field; two for a field whose entries are partly held out
@@ -61,18 +57,18 @@ class FieldPipeline:
     @property
     def ahead(self) -> int:
         """Number of batches to start before the caller requests them."""
-        return AHEAD if isinstance(self.converter, AnySizeConverter) else 0
+        return self.converter.ahead
 
     @property
     def changes_nothing(self) -> bool:
         """Whether batches contain the samples exactly as stored, without conversion."""
         return self.converter.changes_nothing and not self._each
 
-    def num_together(self, batch_size: int, *, keep: bool, group: int = GROUP_BYTES) -> int:
+    def num_together(self, batch_size: int, *, keep: bool, group: int = 0) -> int:
         """Return how many batches to convert with one call, at least one.
 
         It is one batch if batches cannot be split or share one buffer. With ``keep``, it is also one, or all batches if
-        nothing is converted. Otherwise, it is as many as fit in ``group`` bytes (`MORE_BYTES` for dense rows).
+        nothing is converted. Otherwise, it is as many as fit in ``group`` bytes, or what the converter needs.
         """
         if self.converter.is_uncut or self._each:
             return 1
@@ -80,7 +76,7 @@ class FieldPipeline:
             return ALL if self.converter.changes_nothing else 1
         if self.reuses:  # batches of other windows are made in between, and would overwrite these
             return 1
-        group = MORE_BYTES if isinstance(self.converter, RowConverter) else group
+        group = max(group, self.converter.together_bytes)
         return max(1, group // max(1, batch_size * self.converter.sample_bytes))
 
     def batches(self, samples: Any, draws: Draws, batch_size: int, *, keep: bool) -> Sequence[torch.Tensor | Tensors]:
@@ -106,8 +102,8 @@ class FieldPipeline:
 
     def start(self, images: CsrRows, draws: Draws) -> Pending:
         """Start decoding and converting a batch of encoded images."""
-        assert isinstance(self.converter, AnySizeConverter)
-        return self.converter.start(images, draws, lambda batch: self._changed(batch, draws).data)
+        pending: Pending = self.converter.start(images, draws, lambda batch: self._changed(batch, draws).data)
+        return pending
 
     def _changed(self, batch: torch.Tensor, draws: Draws) -> torch.Tensor:
         for number, transform in enumerate(self._each):
@@ -179,15 +175,14 @@ class BatchMaker:
         for pipeline in pipelines if self.ahead else ():
             pipeline.reuses = False  # several batches exist at the same time
         self._others = [
-            () if output and isinstance(pipeline.converter, RaggedConverter) else pipeline.others
+            pipeline.others if output < num_changed(pipeline.converter.pair) else ()
             for pipeline in pipelines
             for output in range(num_tensors(pipeline.converter.pair))
         ]
         self._finishes = any(self._others)
         self.changes_nothing = all(pipeline.changes_nothing for pipeline in pipelines)
         self.passes_windows = keep and self.changes_nothing  # whether a batch may be the window itself
-        first = pipelines[0].converter
-        self._packs = isinstance(first, RaggedConverter) and first.packs
+        self._packs = pipelines[0].converter.pair is Packed
         holds_out = any(pipeline.converter.pair is not None for pipeline in pipelines)
         self._joined: Callable[[Iterable[Part]], Tensors] = _flat if holds_out else tuple
 
@@ -247,7 +242,7 @@ class BatchMaker:
 
     def by_number(self, fields: Sequence[Any]) -> Fields:
         """Wrap those fields on a GPU whose converters gather the samples themselves."""
-        augmented = (isinstance(pipeline.converter, AugmentConverter) for pipeline in self._pipelines)
+        augmented = (pipeline.converter.takes_numbers for pipeline in self._pipelines)
         pairs = zip(fields, augmented, strict=True)
         return tuple(ImagesByNumber(own) if is_it and isinstance(own, torch.Tensor) else own for own, is_it in pairs)
 

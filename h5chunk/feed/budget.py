@@ -38,7 +38,6 @@ from h5chunk.store.read.samples import FieldReader
 from h5chunk.store.read.source import Source
 from h5chunk.store.read.windows import WindowReader
 from h5chunk.transforms import BATCH_TRANSFORMS, Converter, Transforms, transforms_by_field
-from h5chunk.transforms.any_size import AnySizeConverter
 
 LOADING_BYTES = 8 << 20  # size of the pieces in which resident data is read
 LOADING_SLOTS = 4  # number of pieces that are read concurrently
@@ -293,11 +292,8 @@ class MemoryBudget:
 
     def _beside_windows(self, order: Order) -> int:
         """Return the bytes that streaming in this order needs in addition to the windows."""
-        total = self._reading_bytes() + sum(
-            converter.decoding_bytes(order.batch_size)
-            for converter in self._converters
-            if isinstance(converter, AnySizeConverter)
-        )
+        total = self._reading_bytes()
+        total += sum(converter.decoding_bytes(order.batch_size) for converter in self._converters)
         if self._on_cpu and not self._reuse and not self._source.has_frames:  # released windows that wait for reuse
             total += KEPT * self._window_bytes(largest_window(order))
         if self._on_cpu:

@@ -33,11 +33,8 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.slots import check_echo, num_echoed
 from h5chunk.store.read.files import Paths
 from h5chunk.transforms import ToDtype, Transforms, transforms_by_field
-from h5chunk.transforms.any_size import AnySizeConverter
-from h5chunk.transforms.augmenting import AugmentConverter
 from h5chunk.transforms.pairs import ByName
 from h5chunk.transforms.ragged import Pack, packs
-from h5chunk.transforms.rows import RowConverter
 
 # arguments of a DataLoader that a ChunkLoader does not have
 OF_DATA_LOADER = {
@@ -284,13 +281,10 @@ class ChunkLoader(Resumable):
         self._source = make_source(dataset, order, **self._reading)
         self._pipelines = [FieldPipeline(by_field[name], dataset.field(name), reuse=reuse) for name in dataset.fields]
         converters = [pipeline.converter for pipeline in self._pipelines]
-        for name, converter in zip(dataset.fields, converters, strict=True):
-            if isinstance(converter, AnySizeConverter):
-                named, sizes = partial(name_of_sample, self._source.reader), self._source.reader.image_sizes_of(name)
-                converter.attach(sizes, named, self._source.num_threads)
-            if isinstance(converter, (AugmentConverter, RowConverter)):
-                converter.threads.limit = num_threads
-            converter.prepare(target if isinstance(converter, AnySizeConverter) else self._source.device)
+        name_of = partial(name_of_sample, self._source.reader)
+        for converter in converters:
+            converter.attach(self._source.reader, name_of, num_threads, target)
+            converter.prepare(self._source.device)
         self._budget = MemoryBudget(self._source, converters, memory_bytes, reuse=reuse)
         self._plan = self._budget.plan(resident, order, min_chunks=min_chunks)
         self.is_resident = self._plan is None
@@ -538,7 +532,7 @@ class ChunkLoader(Resumable):
         order, source = self.order, self._source
         echo = "" if self._echo == 1 else f"; echo {self._echo:g}"
         converters = (pipeline.converter for pipeline in self._pipelines)
-        decoders = "".join(f"; {item.decoder}" for item in converters if isinstance(item, AnySizeConverter))
+        decoders = "".join(f"; {item.decoder}" for item in converters if item.decoder)
         number = "batches" if self._given is not None else f"{len(self)} batches"
         return printable(
             f"ChunkLoader({str(source.reader.path)!r} to {self._device}: {number} of {order.batch_text}; "

@@ -54,6 +54,7 @@ from h5chunk.transforms.augment import (
     Resize,
 )
 from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
+from h5chunk.transforms.converter import Converter
 from h5chunk.transforms.hold_out import HoldOut
 from h5chunk.transforms.images import ImageConverter, Normalize, ToDtype, channel_axis
 from h5chunk.transforms.per_sample import NO_NUMBERS, per_sample
@@ -86,7 +87,6 @@ IMAGE_TRANSFORMS = (Normalize, ToDtype, *AUGMENTING)
 BATCH_TRANSFORMS = (*IMAGE_TRANSFORMS, *ROW_TRANSFORMS, *LENGTH_TRANSFORMS)
 Transform = Callable[[Any], Any]
 Transforms = Transform | Sequence[Transform] | Mapping[str, Transform | Sequence[Transform]]
-Converter = ImageConverter | AugmentConverter | RowConverter | RaggedConverter
 
 
 def transforms_by_field(

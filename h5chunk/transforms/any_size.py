@@ -36,13 +36,15 @@ from h5chunk.native.augment import (
 )
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.ragged import ImagesField, ImageSizes
+from h5chunk.store.read.source import Source
 from h5chunk.transforms.augment_rule import AUGMENTING
 from h5chunk.transforms.augmenting import AugmentConverter
+from h5chunk.transforms.converter import Loaded, loaded
 from h5chunk.transforms.csr import CsrRows
 from h5chunk.transforms.geometry import Size
 from h5chunk.transforms.nvjpeg import find_decoder, jpeg_sizes
 
-AHEAD = 2  # batches that are decoded while the caller uses another
+MAX_THREADS = 12  # unless the user asks for more
 ENOUGH_THREADS = 8  # to decode for a GPU; nvJPEG is no faster than these, and uses part of the GPU's time
 GAP = 2  # a JPEG is scaled while it is decoded only if a box stays this many times larger than its result
 REMEDY = "add RandomResizedCrop(224), or Resize(256) and CenterCrop(224), to transforms"
@@ -81,9 +83,11 @@ class Pending:
 
 
 class AnySizeConverter(AugmentConverter):
-    """Converts images of any size. `attach` must be called before any batch is made."""
+    """Converts images of any size: `CsrRows` of bytes."""
 
     is_uncut = True
+    takes_numbers = False
+    ahead = 2  # batches that are decoded while the caller uses another
 
     def __init__(
         self,
@@ -98,14 +102,13 @@ class AnySizeConverter(AugmentConverter):
         self._rule = replace(self._rule, interleaved=True)
         self._field, self._device = field, torch.device("cpu")
         self._decode_batch: Callable[..., torch.Tensor] | None = None
-        self.decoder = "pixels" if field.form == "raw" else ""
+        self.decoder, self._num_threads = "pixels" if field.form == "raw" else "", 1
 
     def _size(self) -> Size:
         return self._result_size
 
     def prepare(self, device: torch.device) -> None:
-        self._device = device
-        on_gpu = self._field.form == "encoded" and device.type == "cuda" and self._field.channels == 3
+        on_gpu = self._field.form == "encoded" and self._device.type == "cuda" and self._field.channels == 3
         if on_gpu and self._num_threads < ENOUGH_THREADS and (found := find_decoder()) is not None:
             self.decoder, self._decode_batch = found
             self._rule = replace(self._rule, interleaved=False)
@@ -114,40 +117,45 @@ class AnySizeConverter(AugmentConverter):
 
             self.decoder = "JPEG by simplejpeg" if decode_any.simplejpeg else decode_any.MISSING
             self.decoder = "JPEG by libjpeg-turbo" if self._libjpeg() else self.decoder
-        super().prepare(device)
+        super().prepare(self._device)
 
-    def attach(self, sizes: ImageSizes, name_of: Callable[[int], str], num_threads: int | None = None) -> None:
-        """Set the sizes of all images, the function that returns the name of an image, and the number of threads."""
-        is_new = sizes is not self.__dict__.get("_image_sizes")  # a data set attaches them for every batch
-        most = max(int(sizes.heights.max(initial=0)), int(sizes.widths.max(initial=0))) if is_new else 0
+    def attach(
+        self, source: Source, name_of: Callable[[int], str], num_threads: int | None, device: torch.device
+    ) -> None:
+        sizes = source.image_sizes_of(self._field.name)
+        most = max(int(sizes.heights.max(initial=0)), int(sizes.widths.max(initial=0)))
         if most > MAX_SIDE:
             raise FieldError(
                 f"field {self._field.name!r} has an image of {most} pixels per side, more than {MAX_SIDE}: shrink it"
             )
-        self._image_sizes, self._name_of = sizes, name_of
-        self._num_threads = num_threads or available_cores()
+        super().attach(source, name_of, num_threads, device)
+        self._image_sizes, self._name_of, self._device = sizes, name_of, device
+        self._num_threads = num_threads or min(MAX_THREADS, available_cores())
 
     def decoding_bytes(self, batch_size: int) -> int:
         """Estimate the memory for images that are decoded at the same time and batches that are ready, in bytes."""
         areas = self._image_sizes.heights.astype(np.float64) * self._image_sizes.widths
-        held = self._num_threads if self._device.type == "cpu" else (AHEAD + 1) * batch_size
+        held = self._num_threads if self._device.type == "cpu" else (self.ahead + 1) * batch_size
         pixels = held * float(areas.mean()) + float(areas.max(initial=0))
-        return int(pixels) * self._field.channels + AHEAD * batch_size * self.sample_bytes
+        return int(pixels) * self._field.channels + self.ahead * batch_size * self.sample_bytes
 
-    def __call__(self, rows: CsrRows, keep: bool, draws: Draws) -> torch.Tensor:  # type: ignore[override]
-        return self.start(rows, draws).result()
+    def __call__(self, samples: CsrRows, keep: bool, draws: Draws) -> torch.Tensor:  # type: ignore[override]
+        return self.start(samples, draws).result()
+
+    def load(self, samples: CsrRows, draws: Draws) -> list[Loaded]:  # type: ignore[override]
+        return [loaded(self(samples, True, draws))]
 
     def start(
-        self, rows: CsrRows, draws: Draws, then: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch
+        self, samples: CsrRows, draws: Draws, then: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch
     ) -> Pending:
         """Start decoding and augmenting a batch, and return it as pending. ``then`` is applied to the finished batch.
 
-        The memory of ``rows`` must not change until the batch is finished or dropped.
+        The memory of ``samples`` must not change until the batch is finished or dropped.
         """
-        samples = draws.numbers
-        heights, widths, orientations = (table[samples] for table in self._image_sizes)
+        numbers = draws.numbers
+        heights, widths, orientations = (table[numbers] for table in self._image_sizes)
         table = self.table(heights, widths, draws)
-        job = _Job(rows, samples, orientations, table, self._field.channels)
+        job = _Job(samples, numbers, orientations, table, self._field.channels)
         pending = self._on_gpu(job) if self._device.type != "cpu" else self._on_host(job)
         pending.then = then
         return pending

@@ -21,6 +21,7 @@ from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import ERASERS, GEOMETRIC
 from h5chunk.transforms.augment_rule import AUGMENTING, augment_with_torch, make_rule, native_rule
 from h5chunk.transforms.compiled import AugmentKernel, LoadedTable
+from h5chunk.transforms.converter import Converter, Loaded
 from h5chunk.transforms.geometry import ERASING, Geometry, Size
 from h5chunk.transforms.images import ImagesByNumber, kept_converter
 
@@ -39,17 +40,15 @@ class GeometryTable:
     following: Future[Indices] | None = None  # the table of the samples after these
 
 
-class AugmentConverter:
+class AugmentConverter(Converter):
     """Converts stored images by transforms: crops, resizing and flips, then `Normalize`, `ToDtype` and erasing.
 
     For the arguments see `h5chunk.transforms.images.ImageConverter`. With ``is_mask``, images are resized by
     nearest-neighbour interpolation.
     """
 
-    is_uncut = False
-    changes_nothing = False
-    is_random = True  # whether results depend on `Draws`
-    pair = None
+    is_random = takes_numbers = True
+    threads: KeptThreads
 
     def __init__(
         self,
@@ -114,9 +113,9 @@ class AugmentConverter:
         if self._kernel is None and AugmentKernel.suits(self._rule):
             self._kernel = AugmentKernel(self._rule)
 
-    def __call__(self, images: torch.Tensor | ImagesByNumber, keep: bool, draws: Draws) -> torch.Tensor:
+    def __call__(self, samples: torch.Tensor | ImagesByNumber, keep: bool, draws: Draws) -> torch.Tensor:
         """Return the augmented batch in newly allocated memory."""
-        images = images if isinstance(images, ImagesByNumber) else ImagesByNumber(images)
+        images = samples if isinstance(samples, ImagesByNumber) else ImagesByNumber(samples)
         shape = self.shape(len(images))
         if images.images.device.type == "cpu":
             out = self._allocate(shape, self.dtype)
@@ -124,6 +123,9 @@ class AugmentConverter:
             out = torch.empty(shape, dtype=self.dtype, device=images.images.device)
         self.fill(images, draws, out)
         return self.as_stored(out)
+
+    def load(self, samples: torch.Tensor, draws: Draws) -> list[Loaded]:
+        return [Loaded([(self.shape(len(samples)), self.dtype)], lambda out: self.fill(samples, draws, out[0]))]
 
     def as_stored(self, out: torch.Tensor) -> torch.Tensor:
         """Return a view of the results whose axes are in the order of the stored images."""
@@ -208,12 +210,6 @@ class AugmentConverter:
         if self._native is None:
             self._native = native_rule(self._rule)
         return self._native
-
-    def release(self) -> None:
-        """Stop the threads."""
-        if self._kernel is not None:
-            self._kernel.wait()
-        self.threads.close()
 
 
 def _check_list(transforms: Sequence[Any], stored: torch.dtype, sample_shape: tuple[int, ...], axis: int) -> None:

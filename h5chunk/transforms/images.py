@@ -14,6 +14,7 @@ from h5chunk.errors import OptionError, check_flag
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import WINDOW
 from h5chunk.transforms.compiled import FusedKernel
+from h5chunk.transforms.converter import Converter
 from h5chunk.transforms.csr import Allocate, SampleNumbers, fresh
 
 KEPT_CONVERTERS = 32  # of transforms that are called as functions
@@ -93,16 +94,12 @@ class ImagesByNumber:
         return ImagesByNumber(self.images, numbers)
 
 
-class ImageConverter:
+class ImageConverter(Converter):
     """Convert stored samples by at most one `Normalize` and one `ToDtype`, in one kernel.
 
     ``channel_axis`` is 0 for (C, H, W) samples, 2 for (H, W, C), and one more for windows of these. ``allocate``
     returns host memory for batches. Raise `OptionError` if the transforms do not fit each other, or the samples.
     """
-
-    is_uncut = False
-    is_random = False
-    pair = None
 
     def __init__(
         self,
@@ -121,17 +118,13 @@ class ImageConverter:
         if channels_last and (len(sample_shape) != 3 or channel_axis != 0):
             raise OptionError(f"channels_last needs samples of (C, H, W), not of {sample_shape}: leave it out")
         self._format = torch.channels_last if channels_last else torch.contiguous_format
+        self.changes_nothing = self.dtype == stored and not self._scaled and not channels_last
         self._scale, self._shift = scale_and_shift(normalize or Normalize(0, 1), unit, sample_shape, channel_axis)
         self._shape = sample_shape
         self._channel_axis, self._stored = channel_axis, stored
         self.sample_bytes = math.prod(sample_shape) * self.dtype.itemsize
         self._allocate = allocate
         self._kernel: FusedKernel | None = None
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether batches contain the samples exactly as stored."""
-        return self.dtype == self._stored and not self._scaled and self._format == torch.contiguous_format
 
     def prepare(self, device: torch.device) -> None:
         """Put the constants on the device, and compile the kernel for it."""
@@ -143,9 +136,9 @@ class ImageConverter:
             last = self._format == torch.channels_last
             self._kernel = FusedKernel(self._scale, self._shift, self._shape, self._channel_axis, self.dtype, last)
 
-    def __call__(self, images: torch.Tensor, keep: bool, draws: Draws | None = None) -> torch.Tensor:
+    def __call__(self, samples: torch.Tensor, keep: bool, draws: Draws | None = None) -> torch.Tensor:
         """Return the converted batch; with ``keep`` the result may be the input itself."""
-        unchanged = images.dtype == self.dtype and not self._scaled
+        images, unchanged = samples, samples.dtype == self.dtype and not self._scaled
         if keep and unchanged and images.is_contiguous(memory_format=self._format):
             return images
         if unchanged and images.device.type != "cpu":
@@ -156,11 +149,6 @@ class ImageConverter:
         if self._kernel is not None and self._kernel(images, out):
             return out
         return torch.addcmul(self._shift, images, self._scale, out=out)
-
-    def release(self) -> None:
-        """Wait for the thread that compiles the kernel."""
-        if self._kernel is not None:
-            self._kernel.wait()
 
     def _empty(self, images: torch.Tensor) -> torch.Tensor:
         """Allocate the result. On the CPU, memory is reused, because the first access to new memory is slow."""
