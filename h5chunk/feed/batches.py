@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import accumulate, count, repeat
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from h5chunk.transforms import Transform, compile_transforms
 from h5chunk.transforms.any_size import Pending
 from h5chunk.transforms.csr import CsrRows
 from h5chunk.transforms.images import ImagesByNumber
+from h5chunk.transforms.mixing import Mixer, seeds_of_batches
 from h5chunk.transforms.pairs import ByName, Packed, num_changed, num_tensors
 from h5chunk.transforms.per_sample import PerSample, split_per_sample
 
@@ -159,7 +160,8 @@ class BatchMaker:
     """Makes the batches that the user gets, from the samples of a window.
 
     With ``keep``, samples that need no conversion may be returned without a copy. Otherwise they are copied, because
-    the next window overwrites their memory. Batches are tuples, or dicts if ``by_name`` makes these.
+    the next window overwrites their memory. Batches are tuples, or dicts if ``by_name`` makes these. With a ``mixer``,
+    the tensors of a batch are followed by its seeds until `finish` mixes it.
     """
 
     def __init__(
@@ -169,8 +171,10 @@ class BatchMaker:
         keep: bool,
         device: torch.device | None = None,
         by_name: ByName | None = None,
+        mixer: Mixer | None = None,
     ) -> None:
         self._pipelines, self._keep, self._device, self._by_name = pipelines, keep, device, by_name
+        self._mixer = mixer
         self.ahead = max(pipeline.ahead for pipeline in pipelines)
         for pipeline in pipelines if self.ahead else ():
             pipeline.reuses = False  # several batches exist at the same time
@@ -179,8 +183,8 @@ class BatchMaker:
             for pipeline in pipelines
             for output in range(num_tensors(pipeline.converter.pair))
         ]
-        self._finishes = any(self._others)
-        self.changes_nothing = all(pipeline.changes_nothing for pipeline in pipelines)
+        self.finishes = any(self._others)  # whether functions of a batch come after the conversion
+        self.changes_nothing = mixer is None and all(pipeline.changes_nothing for pipeline in pipelines)
         self.passes_windows = keep and self.changes_nothing  # whether a batch may be the window itself
         self._packs = pipelines[0].converter.pair is Packed
         holds_out = any(pipeline.converter.pair is not None for pipeline in pipelines)
@@ -189,7 +193,8 @@ class BatchMaker:
     def whole(self, window: Fields, draws: Draws, batch_size: int) -> Tensors:
         """Return the only batch of a window."""
         fields = zip(self._pipelines, window, strict=True)
-        return self._joined(own.batches(part, draws, batch_size, keep=self._keep)[0] for own, part in fields)
+        parts = [own.batches(part, draws, batch_size, keep=self._keep)[0] for own, part in fields]
+        return self._joined(parts if self._mixer is None else [*parts, *seeds_of_batches(draws, [batch_size])])
 
     def num_samples(self, batch: Tensors) -> int:
         """Return the number of samples in a batch."""
@@ -203,7 +208,11 @@ class BatchMaker:
         memory can be reused.
         """
         fields = zip(self._pipelines, window, strict=True)
-        return map(self._join, *(self._split(own, part, draws, batch_size) for own, part in fields))
+        parts: list[Iterator[Any]] = [self._split(own, part, draws, batch_size) for own, part in fields]
+        if self._mixer is not None:
+            sizes = repeat(batch_size) if isinstance(batch_size, int) else batch_size
+            parts.append(seeds_of_batches(draws, sizes))
+        return map(self._join, *parts)
 
     def _join(self, *parts: Part) -> Tensors:
         return self._joined(parts)
@@ -238,6 +247,9 @@ class BatchMaker:
             return [samples]
         fields = zip(self._pipelines, samples, strict=True)
         batches = zip(*(pipeline.batches(own, draws, batch_size, keep=True) for pipeline, own in fields), strict=True)
+        if self._mixer is not None:
+            seeds = seeds_of_batches(draws, repeat(batch_size))
+            batches = ((*parts, own) for parts, own in zip(batches, seeds, strict=False))  # type: ignore[assignment]
         return list(map(_flat, batches))
 
     def by_number(self, fields: Sequence[Any]) -> Fields:
@@ -252,10 +264,23 @@ class BatchMaker:
 
     def finish(self, batch: Tensors) -> Any:
         """Move a batch to its device, apply the transforms that are not part of the conversion, and name its fields."""
+        seeds: Any = None
+        if self._mixer is not None:
+            *tensors, seeds = batch
+            batch = tuple(tensors)
         if self._device is not None:
             batch = tuple(each.to(self._device, non_blocking=True) for each in batch)
-        if self._finishes:
+        if self.finishes:
             batch = self._transformed(batch)
+        if self._mixer is not None:
+            batch = self._mixer(batch, seeds)
+        return batch if self._by_name is None else self._by_name(batch)
+
+    def finish_collated(self, batch: Tensors) -> Any:
+        """Do the same to a batch that a data set has converted on its device and, without functions, also mixed."""
+        if self.finishes:
+            batch = self._transformed(batch)
+            batch = batch if self._mixer is None else self._mixer(batch)
         return batch if self._by_name is None else self._by_name(batch)
 
     def _transformed(self, batch: Tensors) -> tuple[Any, ...]:

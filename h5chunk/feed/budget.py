@@ -37,7 +37,7 @@ from h5chunk.store.read.ragged import ImagesField
 from h5chunk.store.read.samples import FieldReader
 from h5chunk.store.read.source import Source
 from h5chunk.store.read.windows import WindowReader
-from h5chunk.transforms import BATCH_TRANSFORMS, Converter, Transforms, transforms_by_field
+from h5chunk.transforms import OWN_TRANSFORMS, Converter, Transforms, transforms_by_field
 
 LOADING_BYTES = 8 << 20  # size of the pieces in which resident data is read
 LOADING_SLOTS = 4  # number of pieces that are read concurrently
@@ -182,7 +182,7 @@ def find_data(data: Paths | ChunkDataset, transforms: Transforms | None) -> tupl
     own = transforms_by_field(data.transforms, {name: data.field(name) for name in data.fields})
     if not any(own.values()):
         return data, transforms
-    if transforms is not None or not all(isinstance(item, BATCH_TRANSFORMS) for part in own.values() for item in part):
+    if transforms is not None or not all(isinstance(item, OWN_TRANSFORMS) for part in own.values() for item in part):
         raise OptionError(
             "a ChunkLoader cannot apply the data set's transforms, because they are for single samples, or the loader "
             "has transforms too: pass them to the loader as transforms=, and remove them with "

@@ -55,6 +55,7 @@ from h5chunk.transforms.converter import Loaded, loaded
 from h5chunk.transforms.csr import CsrRows, fresh, make_csr
 from h5chunk.transforms.hold_out import as_array
 from h5chunk.transforms.images import convert
+from h5chunk.transforms.mixing import Mixer, split_mixing
 from h5chunk.transforms.pairs import ByName, Packed, Pair, num_tensors
 
 SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, with small rows, are kept in memory
@@ -66,12 +67,12 @@ class SampleTransforms:
     """The transforms of a data set, separated into transforms of batches and transforms of single samples.
 
     ``converters`` convert batches: the rows of a matrix, samples of different lengths, and images that are augmented.
-    ``by_name`` makes dicts of the tensors of a batch.
+    ``by_name`` makes dicts of the tensors of a batch. The ``mixer``, if any, mixes finished batches.
     """
 
     def __init__(self, transforms: Transforms | None, fields: Mapping[str, Field | RaggedField]) -> None:
         self.given = transforms
-        by_field = transforms_by_field(transforms, fields)
+        by_field, mixing = split_mixing(transforms_by_field(transforms, fields))
         self.converters: dict[str, Converter] = {}
         self._each: list[Sequence[Callable[[Any], Any]]] = []  # of each value of a sample
         kinds: dict[str, type[Pair] | None] = {}
@@ -82,7 +83,8 @@ class SampleTransforms:
             self._each += [others] * num_tensors(kinds[name])
         self.by_name = ByName(kinds)
         self.has_each = any(self._each)
-        self._draws = any(each.is_random for each in self.converters.values())
+        self.mixer = None if mixing is None else Mixer(mixing, fields, list(map(num_tensors, kinds.values())))
+        self._draws = mixing is not None or any(each.is_random for each in self.converters.values())
 
     def _compile(self, transforms: Sequence[Any], field: Field | RaggedField) -> Sequence[Callable[[Any], Any]]:
         """Create the converter of a field if it needs one, and return the transforms for single samples."""
@@ -200,6 +202,15 @@ class SampleReader:
         made = iter(fields)
         whole = tuple(next(made) if isinstance(each, Loaded) else each for each in found)
         return Batch(whole, len(draws.samples), packed)
+
+    def share(self, fields: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Copy the fields of a batch to memory that is shared with the main process, if all are dense tensors."""
+        if not all(isinstance(each, torch.Tensor) and each.layout == torch.strided for each in fields):
+            return fields
+        shared = self._shared.empty([(tuple(each.shape), each.dtype) for each in fields])
+        for own, out in zip(fields, shared.tensors, strict=True):
+            np.copyto(as_array(out), as_array(own))
+        return shared
 
     def _load(self, name: str, draws: Draws, numbers: np.ndarray | None, ordered: bool) -> Sequence[Loaded | list[Any]]:
         """Load the samples of a field: one item, or inputs and targets if entries are held out. Strings are a list."""

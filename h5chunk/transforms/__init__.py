@@ -27,8 +27,11 @@ them raises OptionError::
 If an epoch uses a sample several times, because of ``echo`` or ``weights``, each use has different random numbers.
 With any sampler other than `h5chunk.ChunkSampler`, they come from torch's random generator.
 
-Other random transforms usually use the same random numbers for a whole batch: see `per_sample`. Transforms of several
-fields together, such as CutMix, belong in the training loop.
+`MixUp` and `CutMix`, or a `RandomChoice` of these, come last in the list of the images. They mix the samples of each
+batch, and its labels, with random numbers that depend on the first sample of the batch.
+
+Other random transforms usually use the same random numbers for a whole batch: see `per_sample`. Other transforms of
+several fields together belong in the training loop.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
 from h5chunk.transforms.converter import Converter
 from h5chunk.transforms.hold_out import HoldOut
 from h5chunk.transforms.images import ImageConverter, Normalize, ToDtype, channel_axis
+from h5chunk.transforms.mixing import MIXING, CutMix, MixUp, RandomChoice
 from h5chunk.transforms.per_sample import NO_NUMBERS, per_sample
 from h5chunk.transforms.ragged import LENGTH_TRANSFORMS, Pack, Pad, RaggedConverter
 from h5chunk.transforms.rows import L2, ROW_TRANSFORMS, Allocate, Binarize, Csr, Dense, Log1p, RowConverter
@@ -67,13 +71,16 @@ __all__ = [
     "Binarize",
     "CenterCrop",
     "Csr",
+    "CutMix",
     "Cutout",
     "Dense",
     "HoldOut",
     "Log1p",
+    "MixUp",
     "Normalize",
     "Pack",
     "Pad",
+    "RandomChoice",
     "RandomCrop",
     "RandomErasing",
     "RandomHorizontalFlip",
@@ -85,6 +92,7 @@ __all__ = [
 
 IMAGE_TRANSFORMS = (Normalize, ToDtype, *AUGMENTING)
 BATCH_TRANSFORMS = (*IMAGE_TRANSFORMS, *ROW_TRANSFORMS, *LENGTH_TRANSFORMS)
+OWN_TRANSFORMS = (*BATCH_TRANSFORMS, *MIXING)
 Transform = Callable[[Any], Any]
 Transforms = Transform | Sequence[Transform] | Mapping[str, Transform | Sequence[Transform]]
 
