@@ -50,7 +50,7 @@ from h5chunk.transforms import (
     transforms_by_field,
 )
 from h5chunk.transforms.any_size import whole_images
-from h5chunk.transforms.augmenting import AUGMENTING
+from h5chunk.transforms.augment import AUGMENTING
 from h5chunk.transforms.converter import Loaded, loaded
 from h5chunk.transforms.csr import CsrRows, fresh, make_csr
 from h5chunk.transforms.hold_out import as_array

@@ -46,21 +46,22 @@ from h5chunk.store.read.fields import WINDOW, Field, MatrixField
 from h5chunk.store.read.ragged import ImagesField, RaggedField, SeriesField
 from h5chunk.transforms.any_size import AnySizeConverter
 from h5chunk.transforms.augment import (
-    GEOMETRIC,
+    AUGMENTING,
     AlternatingFlip,
     CenterCrop,
     Cutout,
+    Geometric,
     RandomCrop,
     RandomErasing,
     RandomHorizontalFlip,
     RandomResizedCrop,
     Resize,
 )
-from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
 from h5chunk.transforms.converter import Converter
 from h5chunk.transforms.hold_out import HoldOut
-from h5chunk.transforms.images import ImageConverter, Normalize, ToDtype, channel_axis
+from h5chunk.transforms.images import AugmentConverter, ImageConverter, channel_axis
 from h5chunk.transforms.mixing import MIXING, CutMix, MixUp, RandomChoice
+from h5chunk.transforms.normalize import Normalize, ToDtype
 from h5chunk.transforms.per_sample import NO_NUMBERS, per_sample
 from h5chunk.transforms.ragged import LENGTH_TRANSFORMS, Pack, Pad, RaggedConverter
 from h5chunk.transforms.rows import L2, ROW_TRANSFORMS, Allocate, Binarize, Csr, Dense, Log1p, RowConverter
@@ -114,7 +115,7 @@ def transforms_by_field(
 
 def _check_masks(transforms: list[Transform], fields: Mapping[str, Field | RaggedField]) -> None:
     """Raise OptionError if transforms would crop or flip the first field, but not another one of the same size."""
-    moved = next((transform for transform in transforms if isinstance(transform, GEOMETRIC)), None)
+    moved = next((transform for transform in transforms if isinstance(transform, Geometric)), None)
     first, *others = fields
     like = next((name for name in others if _sides(fields[name]) == _sides(fields[first]) is not None), None)
     if moved is not None and like is not None:

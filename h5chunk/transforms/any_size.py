@@ -7,6 +7,7 @@ buffer and augmented on the GPU. If there are few threads, nvJPEG decodes them.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -37,12 +38,12 @@ from h5chunk.native.augment import (
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.ragged import ImagesField, ImageSizes
 from h5chunk.store.read.source import Source
-from h5chunk.transforms.augment_rule import AUGMENTING
-from h5chunk.transforms.augmenting import AugmentConverter
-from h5chunk.transforms.converter import Loaded, loaded
+from h5chunk.transforms.augment import AUGMENTING, check_order, drawing_of
+from h5chunk.transforms.converter import Converter
 from h5chunk.transforms.csr import CsrRows
 from h5chunk.transforms.geometry import Size
 from h5chunk.transforms.nvjpeg import find_decoder, jpeg_sizes
+from h5chunk.transforms.pixels import Pixels, make_rule
 
 MAX_THREADS = 12  # unless the user asks for more
 ENOUGH_THREADS = 8  # to decode for a GPU; nvJPEG is no faster than these, and uses part of the GPU's time
@@ -82,11 +83,10 @@ class Pending:
                 part.exception()
 
 
-class AnySizeConverter(AugmentConverter):
+class AnySizeConverter(Converter):
     """Converts images of any size: `CsrRows` of bytes."""
 
-    is_uncut = True
-    takes_numbers = False
+    is_uncut = is_random = True
     ahead = 2  # batches that are decoded while the caller uses another
 
     def __init__(
@@ -97,27 +97,33 @@ class AnySizeConverter(AugmentConverter):
     ) -> None:
         if not any(isinstance(each, AUGMENTING) for each in transforms):
             raise OptionError(f"the images of field {field.name!r} differ in size: {REMEDY}")
-        self._result_size = _size_after(transforms, field)
-        super().__init__(transforms, torch.uint8, (field.channels, *self._result_size), 0, allocate)
-        self._rule = replace(self._rule, interleaved=True)
+        check_order(transforms)
+        size = _size_after(transforms, field)
+        self._drawing = drawing_of(transforms)
+        self._drawing.size = size
+        rule = make_rule(transforms, (field.channels, *size), 0, size, is_mask=False)
+        self._pixels, self.dtype, self._allocate = Pixels(replace(rule, interleaved=True)), rule.dtype, allocate
+        self.sample_bytes = rule.channels * math.prod(size) * self.dtype.itemsize
+        self.threads = self._pixels.threads
         self._field, self._device = field, torch.device("cpu")
         self._decode_batch: Callable[..., torch.Tensor] | None = None
         self.decoder, self._num_threads = "pixels" if field.form == "raw" else "", 1
-
-    def _size(self) -> Size:
-        return self._result_size
 
     def prepare(self, device: torch.device) -> None:
         on_gpu = self._field.form == "encoded" and self._device.type == "cuda" and self._field.channels == 3
         if on_gpu and self._num_threads < ENOUGH_THREADS and (found := find_decoder()) is not None:
             self.decoder, self._decode_batch = found
-            self._rule = replace(self._rule, interleaved=False)
+            self._pixels.rule = replace(self._pixels.rule, interleaved=False)
         if not self.decoder:
             from h5chunk.sources import decode_any
 
             self.decoder = "JPEG by simplejpeg" if decode_any.simplejpeg else decode_any.MISSING
             self.decoder = "JPEG by libjpeg-turbo" if self._libjpeg() else self.decoder
-        super().prepare(self._device)
+        self._pixels.prepare(self._device)
+        self._drawing.is_pinned = self._device.type == "cuda"
+
+    def release(self) -> None:
+        self._pixels.release()
 
     def attach(
         self, source: Source, name_of: Callable[[int], str], num_threads: int | None, device: torch.device
@@ -139,11 +145,8 @@ class AnySizeConverter(AugmentConverter):
         pixels = held * float(areas.mean()) + float(areas.max(initial=0))
         return int(pixels) * self._field.channels + self.ahead * batch_size * self.sample_bytes
 
-    def __call__(self, samples: CsrRows, keep: bool, draws: Draws) -> torch.Tensor:  # type: ignore[override]
+    def __call__(self, samples: CsrRows, keep: bool, draws: Draws) -> torch.Tensor:
         return self.start(samples, draws).result()
-
-    def load(self, samples: CsrRows, draws: Draws) -> list[Loaded]:  # type: ignore[override]
-        return [loaded(self(samples, True, draws))]
 
     def start(
         self, samples: CsrRows, draws: Draws, then: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch
@@ -154,16 +157,17 @@ class AnySizeConverter(AugmentConverter):
         """
         numbers = draws.numbers
         heights, widths, orientations = (table[numbers] for table in self._image_sizes)
-        table = self.table(heights, widths, draws)
+        table = self._drawing.table(heights, widths, draws)
         job = _Job(samples, numbers, orientations, table, self._field.channels)
         pending = self._on_gpu(job) if self._device.type != "cpu" else self._on_host(job)
         pending.then = then
         return pending
 
     def _on_host(self, job: _Job) -> Pending:
-        out = self._allocate(self.shape(len(job.table)), self.dtype)
-        take = self._take(job, out, self._native_rule())
-        return self._in_threads(job, partial(self._make, job, take, out), lambda: self.as_stored(out))
+        rule = self._pixels.rule
+        out = rule.empty(len(job.table), self._device, self._allocate)
+        take = self._take(job, out, self._pixels.native_rule())
+        return self._in_threads(job, partial(self._make, job, take, out), lambda: rule.as_batch(out))
 
     def _libjpeg(self) -> jpeg.Decoder | None:
         from h5chunk.sources.decode_any import LINKED
@@ -187,7 +191,7 @@ class AnySizeConverter(AugmentConverter):
             if self._field.form != "raw":
                 pixels = self._decode(job, number, self._scratch(self._pixel_bytes(job, number)))
             job.table[number, OFFSET] = 0
-            self.compute(torch.from_numpy(pixels), job.table[number : number + 1], out[number : number + 1])
+            self._pixels.compute(torch.from_numpy(pixels), job.table[number : number + 1], out[number : number + 1])
 
     def _pixel_bytes(self, job: _Job, number: int) -> int:
         return int(job.table[number, HEIGHT] * job.table[number, WIDTH]) * self._field.channels
@@ -252,16 +256,16 @@ class AnySizeConverter(AugmentConverter):
 
     def _augmented(self, source: torch.Tensor, table: np.ndarray) -> torch.Tensor:
         source.record_stream(torch.cuda.current_stream(self._device))
-        out = torch.empty(self.shape(len(table)), dtype=self.dtype, device=self._device)
-        self.compute(source, table, out)
-        return self.as_stored(out)
+        out = self._pixels.rule.empty(len(table), self._device, self._allocate)
+        self._pixels.compute(source, table, out)
+        return self._pixels.rule.as_batch(out)
 
     def __getstate__(self) -> dict[str, Any]:
         own = "_image_sizes", "_name_of"  # which `attach` sets again in another process
-        return {name: value for name, value in super().__getstate__().items() if name not in own}
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def _pool(self) -> ThreadPoolExecutor:
-        return self.threads.pool(1 if self._decode_batch is not None else self._num_threads)
+        return self._pixels.threads.pool(1 if self._decode_batch is not None else self._num_threads)
 
 
 def decode_whole(
