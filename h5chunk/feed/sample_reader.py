@@ -41,6 +41,7 @@ from h5chunk.store.read.ragged import ImagesField, RaggedField, SeriesField
 from h5chunk.store.read.reader import Source
 from h5chunk.transforms import (
     BATCH_TRANSFORMS,
+    DRAWN,
     Converter,
     Normalize,
     ToDtype,
@@ -50,7 +51,6 @@ from h5chunk.transforms import (
     transforms_by_field,
 )
 from h5chunk.transforms.any_size import whole_images
-from h5chunk.transforms.augment import AUGMENTING
 from h5chunk.transforms.converter import Loaded, loaded
 from h5chunk.transforms.csr import CsrRows, fresh, make_csr
 from h5chunk.transforms.hold_out import as_array
@@ -95,7 +95,7 @@ class SampleTransforms:
                 "channels_last is for batches, but a data set transforms single samples: use a ChunkLoader"
             )
         needs = field.scale is not None or isinstance(field, SeriesField)
-        if needs or any(isinstance(each, AUGMENTING) for each in transforms):
+        if needs or any(isinstance(each, DRAWN) for each in transforms):
             converter, others = compile_transforms(transforms, field, stored, fresh)
             if converter.whole_by and others:
                 raise OptionError(

@@ -104,6 +104,7 @@ class AnySizeConverter(Converter):
         rule = make_rule(transforms, (field.channels, *size), 0, size, is_mask=False)
         self._pixels, self.dtype, self._allocate = Pixels(replace(rule, interleaved=True)), rule.dtype, allocate
         self.sample_bytes = rule.channels * math.prod(size) * self.dtype.itemsize
+        self.result_shape = rule.shape(1)[1:]
         self.threads = self._pixels.threads
         self._field, self._device = field, torch.device("cpu")
         self._decode_batch: Callable[..., torch.Tensor] | None = None

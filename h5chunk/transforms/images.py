@@ -147,7 +147,7 @@ class AugmentConverter(Converter):
         rule = make_rule(transforms, sample_shape, channel_axis, size, is_mask)
         self.pixels, self.drawing.size, self.dtype = Pixels(rule), size, rule.dtype
         self.threads, self._allocate = self.pixels.threads, allocate
-        self._image_bytes = math.prod(sample_shape)
+        self._image_bytes, self.result_shape = math.prod(sample_shape), rule.shape(1)[1:]
         self.sample_bytes = rule.channels * math.prod(size) * self.dtype.itemsize
         taps = 2 * (3 + 2 * max(height, width) // min(size)) * max(size)
         self._together = max(1, min(MAX_TOGETHER, TAPS_BYTES // (4 * taps)))
