@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 
-from h5chunk.feed.frames import Frames
-from h5chunk.feed.layout import torch_dtype
-from h5chunk.feed.slots import KEPT, BatchMemory, Fields, SingleBuffer
+from h5chunk.feed.columns import Column, Columns, Kind, torch_dtype
+from h5chunk.feed.slots import KEPT, BatchMemory, SingleBuffer
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.transforms import Transform, compile_transforms
 from h5chunk.transforms.any_size import Pending
-from h5chunk.transforms.csr import CsrRows
+from h5chunk.transforms.csr import CsrRows, SampleNumbers
 from h5chunk.transforms.images import ImagesByNumber
 from h5chunk.transforms.mixing import Mixer, seeds_of_batches
 from h5chunk.transforms.pairs import ByName, Packed, num_changed, num_tensors
@@ -32,17 +31,17 @@ Tensors = tuple[torch.Tensor, ...]  # one per field; two for a field whose entri
 
 
 class FieldPipeline:
-    """Converts the samples of one field, window by window, to batches.
+    """Converts the columns of one field, of a ``kind``, to batches.
 
     The ``converter`` computes the leading transforms in one step. Transforms made by `per_sample` are applied next, and
     the remaining transforms, ``others``, just before a batch is returned. With ``reuse``, batches on the CPU share one
     buffer, so that each batch is valid only until the next one.
     """
 
-    def __init__(self, transforms: Sequence[Transform], field: Field | RaggedField, *, reuse: bool) -> None:
-        self.reuses = reuse
+    def __init__(self, transforms: Sequence[Transform], field: Field | RaggedField, kind: Kind, *, reuse: bool) -> None:
+        self.kind, self.reuses = kind, reuse
         self._memory: BatchMemory | SingleBuffer | None = None
-        self._gathered: BatchMemory | None = None  # for windows whose frames are converted
+        self._gathered = BatchMemory()  # for windows whose frames are converted
         stored = torch_dtype(field.dtype, field.name)
         self.converter, others = compile_transforms(transforms, field, stored, self._empty)
         self._each: tuple[PerSample, ...] = ()
@@ -65,6 +64,12 @@ class FieldPipeline:
         """Whether batches contain the samples exactly as stored, without conversion."""
         return self.converter.changes_nothing and not self._each
 
+    def take(self, column: Column, numbers: SampleNumbers, memory: BatchMemory | None) -> Any:
+        """Return the samples with these numbers, for `batches`. On a GPU (no ``memory``), a kernel may gather them."""
+        if memory is None and self.converter.takes_numbers and self.kind.is_fixed:
+            return ImagesByNumber(column, numbers)
+        return self.kind.take(column, numbers, None if memory is None else memory.empty)
+
     def num_together(self, batch_size: int, *, keep: bool, group: int = 0) -> int:
         """Return how many batches to convert with one call, at least one.
 
@@ -80,19 +85,15 @@ class FieldPipeline:
         group = max(group, self.converter.together_bytes)
         return max(1, group // max(1, batch_size * self.converter.sample_bytes))
 
-    def batches(self, samples: Any, draws: Draws, batch_size: int, *, keep: bool) -> Sequence[torch.Tensor | Tensors]:
-        """Convert samples and split them into batches. With ``keep``, the batches may share memory with the samples.
+    def batches(self, column: Column, draws: Draws, batch_size: int, *, keep: bool) -> Sequence[torch.Tensor | Tensors]:
+        """Convert a column and split it into batches. With ``keep``, the batches may share memory with the column.
 
         A batch is a tensor, or a tuple of inputs and targets if entries are held out. Batches share no autograd
         history, because autograd would otherwise mistake an in-place change of one batch for a change of another.
         """
-        if isinstance(samples, Frames):
-            memory: Any = self._empty
-            if not self.converter.changes_nothing:
-                self._gathered = self._gathered or BatchMemory()
-                memory = self._gathered.empty
-            samples, keep = samples.gathered(memory), True
-        converted = self.converter(samples, keep, draws)
+        memory = self._empty if self.converter.changes_nothing else self._gathered.empty
+        samples = self.kind.samples(column, memory)
+        converted = self.converter(samples, keep or self.kind.is_gathered, draws)
         if isinstance(converted, tuple):
             return (tuple(part.data for part in converted),)
         converted = self._changed(converted, draws)
@@ -114,7 +115,7 @@ class FieldPipeline:
     def release(self) -> None:
         """Stop the threads, and free the memory that is kept for later batches."""
         self.converter.release()
-        self._memory = None
+        self._memory, self._gathered = None, BatchMemory()
 
 
 @dataclass
@@ -184,13 +185,14 @@ class BatchMaker:
             for output in range(num_tensors(pipeline.converter.pair))
         ]
         self.finishes = any(self._others)  # whether functions of a batch come after the conversion
-        self.changes_nothing = mixer is None and all(pipeline.changes_nothing for pipeline in pipelines)
-        self.passes_windows = keep and self.changes_nothing  # whether a batch may be the window itself
+        unchanged = (own.changes_nothing and not own.kind.is_gathered for own in pipelines)
+        self.passes_columns = mixer is None and all(unchanged)  # whether gathered samples are batches as they are
+        self.passes_windows = keep and self.passes_columns  # whether a batch may be the window itself
         self._packs = pipelines[0].converter.pair is Packed
         holds_out = any(pipeline.converter.pair is not None for pipeline in pipelines)
         self._joined: Callable[[Iterable[Part]], Tensors] = _flat if holds_out else tuple
 
-    def whole(self, window: Fields, draws: Draws, batch_size: int) -> Tensors:
+    def whole(self, window: Columns, draws: Draws, batch_size: int) -> Tensors:
         """Return the only batch of a window."""
         fields = zip(self._pipelines, window, strict=True)
         parts = [own.batches(part, draws, batch_size, keep=self._keep)[0] for own, part in fields]
@@ -200,7 +202,7 @@ class BatchMaker:
         """Return the number of samples in a batch."""
         return batch[1].size(0) - 1 if self._packs else batch[0].size(0)
 
-    def open(self, window: Fields, draws: Draws, batch_size: int | Sequence[int]) -> Iterator[Tensors]:
+    def open(self, window: Columns, draws: Draws, batch_size: int | Sequence[int]) -> Iterator[Tensors]:
         """Return an iterator over the batches of a window, and then empty batches without end.
 
         The empty batches are for steps in which only other ranks have samples. ``batch_size`` may be a list with the
@@ -228,8 +230,9 @@ class BatchMaker:
                     continue
                 yield pipeline.batches(some, drawn, max(1, size), keep=self._keep)[0]
             return
-        on_cpu = isinstance(samples, Frames) and samples.values.device.type == "cpu"  # then memory is the limit
-        step = batch_size * (1 if on_cpu else pipeline.num_together(batch_size, keep=self._keep))
+        kind, step = pipeline.kind, batch_size
+        if not (kind.is_gathered and kind.arrays(samples)[0].device.type == "cpu"):  # else memory is the limit
+            step *= pipeline.num_together(batch_size, keep=self._keep)
         for first in count(0, step):
             some, drawn = samples, draws
             if first or step < len(samples):
@@ -241,9 +244,13 @@ class BatchMaker:
             while made:
                 yield made.popleft()
 
-    def make(self, samples: Fields, draws: Draws, batch_size: int) -> list[Tensors]:
+    def take(self, columns: Columns, numbers: SampleNumbers, memory: BatchMemory | None) -> tuple[Any, ...]:
+        """Take samples of all fields by their numbers, for `make`. On the CPU, they are in ``memory``."""
+        return tuple(own.take(column, numbers, memory) for own, column in zip(self._pipelines, columns, strict=True))
+
+    def make(self, samples: Columns, draws: Draws, batch_size: int) -> list[Tensors]:
         """Make batches from gathered samples that nothing else refers to."""
-        if self.changes_nothing and len(samples[0]) <= batch_size and not any(isinstance(o, Frames) for o in samples):
+        if self.passes_columns and len(samples[0]) <= batch_size:
             return [samples]
         fields = zip(self._pipelines, samples, strict=True)
         batches = zip(*(pipeline.batches(own, draws, batch_size, keep=True) for pipeline, own in fields), strict=True)
@@ -251,12 +258,6 @@ class BatchMaker:
             seeds = seeds_of_batches(draws, repeat(batch_size))
             batches = ((*parts, own) for parts, own in zip(batches, seeds, strict=False))  # type: ignore[assignment]
         return list(map(_flat, batches))
-
-    def by_number(self, fields: Sequence[Any]) -> Fields:
-        """Wrap those fields on a GPU whose converters gather the samples themselves."""
-        augmented = (pipeline.converter.takes_numbers for pipeline in self._pipelines)
-        pairs = zip(fields, augmented, strict=True)
-        return tuple(ImagesByNumber(own) if is_it and isinstance(own, torch.Tensor) else own for own, is_it in pairs)
 
     def num_gathered(self, batch_size: int) -> int:
         """Return the number of batches to gather and convert in one call, so that a call has enough work."""

@@ -27,8 +27,8 @@ from h5chunk.feed.collate import (
     no_samples,
     sample_numbers,
 )
+from h5chunk.feed.columns import torch_dtype
 from h5chunk.feed.filter import find_samples
-from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.sample_reader import SampleReader, SampleTransforms
 from h5chunk.feed.stored_tables import StoredNames
 from h5chunk.paths import check_path

@@ -282,7 +282,10 @@ class ChunkLoader(Resumable):
             "timeout_s": timeout or None,
         }
         self._source = make_source(dataset, order, **self._reading)
-        self._pipelines = [FieldPipeline(by_field[name], dataset.field(name), reuse=reuse) for name in dataset.fields]
+        self._pipelines = [
+            FieldPipeline(by_field[name], dataset.field(name), kind, reuse=reuse)
+            for name, kind in self._source.kinds.items()
+        ]
         converters = [pipeline.converter for pipeline in self._pipelines]
         name_of = partial(name_of_sample, self._source.reader)
         for converter in converters:

@@ -23,11 +23,11 @@ from torch.utils.data import get_worker_info
 
 from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.collate import Batch, TaggedBatch
+from h5chunk.feed.columns import ragged_kind, torch_dtype
 from h5chunk.feed.disk_cache import DiskCache
 from h5chunk.feed.kept_rows import KeptRows, num_kept_chunks
-from h5chunk.feed.layout import ragged_layout, torch_dtype
 from h5chunk.feed.memory import Assemble, SharedMemory
-from h5chunk.feed.slots import KEPT, BatchMemory, CsrWindow
+from h5chunk.feed.slots import KEPT, BatchMemory
 from h5chunk.feed.stored_tables import decoded, name_of_sample
 from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
@@ -260,13 +260,12 @@ class SampleReader:
 
     def _read_entries(self, name: str, rows: np.ndarray) -> CsrRows:
         opened = self._open()
-        window = CsrWindow(opened.layouts[name], rows)
-        arrays = [torch.empty(shape, dtype=dtype) for shape, dtype in window.shapes]
-        room = window.destination(arrays)
+        kind = opened.kinds[name]
+        column = kind.empty(rows, fresh)
         if len(rows):
-            opened.read(name, rows, room)
-        window.check()
-        return window.samples(arrays)
+            opened.read(name, rows, kind.destination(column).out)
+        kind.check(column)
+        return column
 
     def _open(self) -> _OpenFields:
         opened = self._opened  # another thread may close the files meanwhile
@@ -327,7 +326,7 @@ class _OpenFields:
 
     def __init__(self, reader: Source, cache: CacheSettings) -> None:
         self.process, self._reader = os.getpid(), reader
-        self.layouts = {name: ragged_layout(reader, field) for name, field in reader.ragged_fields.items()}
+        self.kinds = {name: ragged_kind(reader, field) for name, field in reader.ragged_fields.items()}
         self.fields = field_readers(reader)[0]
         self._cache = DiskCache(reader, self.fields)
         self.files = OpenFiles(reader)
@@ -353,14 +352,14 @@ class _OpenFields:
         return kept if owner == thread else None
 
     def _keep(self, name: str, order: Order) -> KeptRows | None:
-        layout, worker = self.layouts[name], get_worker_info()
-        if not layout.indptr[-1]:
+        kind, worker = self.kinds[name], get_worker_info()
+        if not kind.indptr[-1]:
             return None
         num_workers = 1 if worker is None else worker.num_workers
-        matrices = [self.layouts[each] for each, field in self._reader.fields.items() if isinstance(field, MatrixField)]
+        matrices = [self.kinds[each] for each, field in self._reader.fields.items() if isinstance(field, MatrixField)]
         if num_chunks := num_kept_chunks(self._reader, matrices, order, num_workers):
             with suppress(OSError):  # some machines refuse to reserve so much memory
-                return KeptRows(self._reader, layout, num_chunks, partial(self.read, name))
+                return KeptRows(self._reader, kind, num_chunks, partial(self.read, name))
         return None
 
     def close(self) -> None:

@@ -244,14 +244,14 @@ class TestCuda:
 
         def begin_poisoned(slot, num_samples):
             room = begin(slot, num_samples)
-            slot._pinned.bytes.fill_(0xD5)
+            slot._pinned.room.buffer.fill_(0xD5)
             return room
 
         def release_poisoned(slot):
             release(slot)
             with torch.cuda.stream(slot._stream):
                 slot._stream.wait_event(slot._consumed)
-                slot._bytes.fill_(0xE5)
+                slot._room.buffer.fill_(0xE5)
 
         monkeypatch.setattr(CudaSlot, "begin", begin_poisoned)
         monkeypatch.setattr(CudaSlot, "release", release_poisoned)
