@@ -21,6 +21,7 @@ from support.orders import ordered
 
 from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.batches import GROUP_BYTES, BatchMaker, FieldPipeline
+from h5chunk.feed.columns import dense_kind
 from h5chunk.feed.cuda_slots import CudaSlot
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
@@ -192,10 +193,15 @@ def test_an_error_while_waiting_comes_as_it_is(path, monkeypatch, echo, when):
 # Batches that are made together
 
 
+def make_pipeline(dataset: ChunkDataset, name: str, transforms: list) -> FieldPipeline:
+    field = dataset.field(name)
+    return FieldPipeline(transforms, field, dense_kind(field), reuse=False)
+
+
 def make_maker(path, transforms: list, keep: bool) -> BatchMaker:
     dataset = ChunkDataset(path)
     fields = {"images": transforms, "labels": []}
-    return BatchMaker([FieldPipeline(fields[name], dataset.field(name), reuse=False) for name in fields], keep=keep)
+    return BatchMaker([make_pipeline(dataset, name, each) for name, each in fields.items()], keep=keep)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -215,8 +221,8 @@ def test_batches_made_together_are_those_made_alone(path, keep, transforms):
 
 def test_how_many_batches_are_made_together(path):
     """Views of what is there: all; copies: as many as are small together."""
-    field = ChunkDataset(path).field("images")
-    plain, changed = (FieldPipeline(each, field, reuse=False) for each in ([], [ToDtype(torch.float32, scale=True)]))
+    dataset = ChunkDataset(path)
+    plain, changed = (make_pipeline(dataset, "images", each) for each in ([], [ToDtype(torch.float32, scale=True)]))
     assert plain.num_together(16, keep=True) > 1 << 20
     assert changed.num_together(16, keep=True) == 1
     few = plain.num_together(16, keep=False)
