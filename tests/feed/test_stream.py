@@ -20,7 +20,7 @@ from support.loader_files import IMAGES, LABELS, N, epoch_of, least_memory, path
 from support.orders import ordered
 
 from h5chunk.errors import FileError, OptionError
-from h5chunk.feed.batches import GROUP_BYTES, BatchMaker, FieldPipeline
+from h5chunk.feed.batches import BatchMaker, FieldPipeline
 from h5chunk.feed.columns import dense_kind
 from h5chunk.feed.cuda_slots import CudaSlot
 from h5chunk.feed.dataset import ChunkDataset
@@ -29,6 +29,7 @@ from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import Order
 from h5chunk.transforms import Normalize, ToDtype
+from h5chunk.transforms.converter import Converter
 
 __all__ = ["nothing_is_left", "path"]
 
@@ -226,8 +227,8 @@ def test_how_many_batches_are_made_together(path):
     assert plain.num_together(16, keep=True) > 1 << 20
     assert changed.num_together(16, keep=True) == 1
     few = plain.num_together(16, keep=False)
-    assert few * 16 * 90 <= GROUP_BYTES < (few + 1) * 16 * 90
-    assert changed.num_together(16, keep=False) == GROUP_BYTES // (16 * 360)
+    assert few * 16 * 90 <= Converter.together_bytes < (few + 1) * 16 * 90
+    assert changed.num_together(16, keep=False) == Converter.together_bytes // (16 * 360)
     assert changed.num_together(1 << 20, keep=False) == 1
 
 
@@ -379,7 +380,7 @@ class TestCuda:
             torch.cuda.reset_peak_memory_stats()
             for _ in batches:
                 pass
-            assert data <= torch.cuda.max_memory_allocated() <= data + before + 5 * GROUP_BYTES
+            assert data <= torch.cuda.max_memory_allocated() <= data + before + 5 * Converter.together_bytes
 
     def test_memory_bytes_bounds_it(self, images):
         """Pinned and device memory together."""
@@ -389,7 +390,7 @@ class TestCuda:
                 for _ in loader:
                     pass
                 held = torch.cuda.memory_allocated() - before
-                assert 0 < 2 * held <= memory_bytes + (80 << 10) + 2 * GROUP_BYTES
+                assert 0 < 2 * held <= memory_bytes + (80 << 10) + 2 * Converter.together_bytes
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
