@@ -64,6 +64,10 @@ class FileError(H5ChunkError, OSError):
     """A file cannot be read: it is missing, damaged, of the wrong kind, or has changed since it was opened."""
 
 
+class ChangedError(FileError):
+    """A file was changed, replaced, removed or closed since it was opened. No data set skips this error."""
+
+
 class FieldError(FileError, KeyError):
     """A file lacks a requested field, or a dataset in it cannot be used as a field."""
 
@@ -74,6 +78,11 @@ class UnsupportedError(FieldError):
 
 class TrustError(FieldError):
     """A file refers to other files or needs plugins, which is allowed only with ``trusted=True``."""
+
+
+def is_of_data(error: BaseException | None) -> bool:
+    """Return whether an error is due to damaged data: not to a file that changed, nor to how it was opened."""
+    return isinstance(error, FileError) and not isinstance(error, (ChangedError, FieldError))
 
 
 class StateError(H5ChunkError, ValueError):
@@ -234,9 +243,14 @@ def names_text(names: Iterable[object], limit: int = 8) -> str:
     return ", ".join(words[:limit]) + more
 
 
-def lost_by_fork(path: Path) -> FileError:
+def closed(path: str | bytes | os.PathLike[str]) -> ChangedError:
+    """Return the error for a read of a file that was closed meanwhile."""
+    return ChangedError(f"{printable(path)}: the file was closed while it was read")
+
+
+def lost_by_fork(path: Path) -> ChangedError:
     """Return the error for a read in a forked process, which does not inherit the reader threads."""
-    return FileError(
+    return ChangedError(
         f"{printable(path)}: this process was forked during an iteration, and has no reader threads: start a new "
         "iteration in it"
     )

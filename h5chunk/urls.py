@@ -12,6 +12,7 @@ SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "ht
 URL = re.compile(rf"({'|'.join(SCHEMES)})://[^/]+/.*|({'|'.join(SCHEMES)})://[^/]+", re.DOTALL)
 CUT = re.compile(rf"({'|'.join(SCHEMES)}):/[^/]")  # a URL that lacks one of its slashes
 
+CHANGED = "the object was replaced or changed since it was first opened: open it again"
 PATTERN = r"[*?\[]"  # characters that make a path a pattern, which names several files
 
 SIGNATURE = re.compile(  # parameters of presigned URLs of S3, Google, Azure and CloudFront

@@ -8,15 +8,26 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import partial
 from textwrap import shorten
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from h5chunk.attributes import cached_property
-from h5chunk.errors import FieldError, OptionError, check_flag, count_text, names_text, printable, shown
+from h5chunk.errors import (
+    FieldError,
+    FileError,
+    OptionError,
+    check_flag,
+    count_text,
+    is_of_data,
+    names_text,
+    printable,
+    shown,
+)
 from h5chunk.feed.collate import (
     Batch,
     Numbering,
@@ -27,13 +38,14 @@ from h5chunk.feed.collate import (
     no_samples,
     sample_numbers,
 )
-from h5chunk.feed.columns import torch_dtype
 from h5chunk.feed.filter import find_samples
+from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.sample_reader import SampleReader, SampleTransforms
+from h5chunk.feed.skipping import MAX_SKIPPED, RAISE, SKIP, BadSample, Skipping, check_on_error
 from h5chunk.feed.stored_tables import StoredNames
 from h5chunk.paths import check_path
 from h5chunk.plan.cache import CacheSettings
-from h5chunk.plan.draws import REPEAT, epoch_rows
+from h5chunk.plan.draws import REPEAT, Draws, epoch_rows
 from h5chunk.plan.order import Order
 from h5chunk.plan.permutation import SPLIT, ShuffledSequence, permutation
 from h5chunk.plan.selection import FixedSelection, SelectionSequence, select_samples, split_samples
@@ -49,7 +61,6 @@ from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.source import Computed, Source
 from h5chunk.store.read.tables import decoded
 from h5chunk.transforms import Transforms
-from h5chunk.transforms.mixing import seeds_of_batches
 
 OTHER_TRANSFORMS = (
     'assign dataset.transforms = {"labels": function} to transform the field labels, for example; for a function of '
@@ -133,6 +144,18 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         two tensors in a tuple is one item, a named tuple: ``values`` and ``lengths`` (`h5chunk.transforms.Pad`),
         ``values`` and ``offsets`` (`h5chunk.transforms.Pack`), or ``inputs`` and ``targets``
         (`h5chunk.transforms.HoldOut`).
+    on_error : {"raise", "skip"}
+        What happens if a sample of a batch cannot be read, because its chunk is damaged or does not have its checksum,
+        its image cannot be decoded, or an object cannot be fetched after all repetitions. "skip": another sample of
+        the batch takes its place, with all of its fields, and the field ``sample_number`` has the number of that
+        sample. Batches keep their sizes. The choice depends only on the seed, the epoch and the sample, so that the
+        batches of a loader, a DataLoader and a resumed run are the same. The first bad sample is told by a warning,
+        and all are in `skipped`, and in the ``report`` of a `ChunkLoader`. Errors remain errors if they are not about
+        data: a file that changes, a read that hangs, an error in your transforms. So do a batch or, with a ChunkLoader,
+        a window without any good sample, and ``dataset[i]`` for a bad sample i.
+    max_skipped : float
+        With ``on_error="skip"``: raise FileError once more than this share of the samples is bad, but not for a single
+        one.
     cache_dir : path, optional
         For URLs: a folder on a local disk that caches data for later epochs and runs. Processes on a host share it,
         and each version of an object has a separate copy. Files with checksums are checked (``checksums`` is
@@ -171,11 +194,14 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         decode: str | None = None,
         transforms: Transforms | None = None,
         as_dict: bool = False,
+        on_error: str = RAISE,
+        max_skipped: float = MAX_SKIPPED,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         check_path(path)
+        self._max_skipped, self._skip_log = max_skipped, check_on_error(on_error, max_skipped)
         if fields is None and isinstance(path, Mapping):
             fields = list(path)
         if missing not in (DROP, ERROR):
@@ -304,6 +330,26 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         return None
 
     @property
+    def on_error(self) -> str:
+        """What happens if a sample of a batch cannot be read: ``"raise"`` or ``"skip"``."""
+        return RAISE if self._skip_log is None else SKIP
+
+    @property
+    def skipped(self) -> list[BadSample]:
+        """The samples that could not be read, and were replaced, with their names and the reasons.
+
+        These are those that this process, its loaders and the workers of its DataLoaders have found so far.
+        """
+        return [] if self.skipping is None else self.skipping.bad_samples
+
+    @property
+    def skipping(self) -> Skipping | None:
+        """How bad samples are replaced; None if they raise an error."""
+        if self._skip_log is None:
+            return None
+        return Skipping(self._skip_log, self._max_skipped, self._reader, self._samples, self._source_names)
+
+    @property
     def fingerprint(self) -> int:
         """A checksum that is equal for copies of a file, and differs between subsets.
 
@@ -420,7 +466,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @cached_property
     def _sample_reader(self) -> SampleReader:
-        return SampleReader(self._reader, self._transforms.converters, self._order)
+        return SampleReader(self._reader, self._transforms.converters, self._order, skips=self.on_error == SKIP)
 
     def split(self, fractions: Sequence[float], *, seed: int = 0, stratify: str | None = None) -> list[ChunkDataset]:
         """Split into random parts, such as for training and validation.
@@ -580,7 +626,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             drawn = index.batch if isinstance(index, TaggedIndex) else index
             batch = self._read(drawn, np.array([operator.index(index)], np.int64), shared=False)
             return self._transformed(tuple(batch[0]))
-        collated = collate(self._batch(index))
+        batch = self._batch(index)
+        collated = collate(self._each_transformed(batch) if self._transforms.has_each else batch)
         return tuple(collated) if isinstance(collated, list) else collated  # torch collates tuples to a list
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
@@ -592,13 +639,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             if isinstance(indices, TaggedBatch):
                 self._check_drawn(indices)
                 indices = list(indices.one_by_one())
-            if self._transforms.mixer is not None:
-                raise OptionError(
-                    f"{type(self).__name__} overrides __getitem__, which returns single samples, but "
-                    f"{self._transforms.mixer.transform} mixes batches: call it in the collate_fn instead"
-                )
             return [self[index] for index in indices] or self._no_samples()
-        return self._batch(indices)
+        batch = self._batch(indices)
+        return batch if not self._transforms.has_each else self._each_transformed(batch)
 
     def _check_drawn(self, indices: Any) -> None:
         if isinstance(indices, list) and indices and isinstance(indices[0], TaggedBatch):
@@ -609,32 +652,21 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         if isinstance(indices, TaggedBatch) and indices.numbering is not None:
             check_numbering(indices.numbering, self.numbering)
 
-    def _batch(self, indices: Any) -> list[Any]:
-        """Return the samples of a batch, as a `Batch` unless functions of single samples have changed them."""
+    def _batch(self, indices: Any) -> Batch:
         self._check_drawn(indices)
-        transforms, shared = self._transforms, get_worker_info() is not None
-        batch = self._read(indices, sample_numbers(indices), shared=shared and transforms.mixer is None)
-        if transforms.has_each and (transforms.mixer is None or not len(batch)):
-            return [self._transformed(sample) for sample in batch] or self._no_samples()
-        stacked = batch.stacked() if transforms.mixer is None else self._mixed(batch, shared=shared)
-        stacked.by_name = transforms.by_name if self.as_dict else None
+        batch = self._read(indices, sample_numbers(indices), shared=get_worker_info() is not None)
+        if self._transforms.has_each:
+            return batch
+        stacked = batch.stacked()
+        stacked.by_name = self._transforms.by_name if self.as_dict else None
         return stacked
 
-    def _mixed(self, batch: Batch, *, shared: bool) -> Batch:
-        """Apply the functions of single samples to a batch, and mix it. With ``shared``, it is put in shared memory."""
-        transforms, whole = self._transforms, batch.stacked()
-        assert transforms.mixer is not None and whole.draws is not None
-        fields = whole.fields
-        if transforms.has_each:
-            fields = default_collate([transforms.apply_to_sample(tuple(sample)) for sample in whole])
-        mixed = transforms.mixer(fields, next(seeds_of_batches(whole.draws, [len(whole)])))
-        return Batch(self._sample_reader.share(mixed) if shared else mixed, len(whole), whole.packed)
+    def _each_transformed(self, batch: Batch) -> list[Any]:
+        return [self._transformed(sample) for sample in batch] or self._no_samples()
 
     def _transformed(self, sample: tuple[Any, ...]) -> Any:
         """Apply the transforms of single samples, and return a tuple or a dict."""
         values = self._transforms.apply_to_sample(sample)
-        if self._transforms.mixer is not None:
-            values = self._transforms.mixer.of_sample(values)
         return self._transforms.by_name.of_samples(values) if self.as_dict else values
 
     def _no_samples(self) -> list[Any]:
@@ -645,11 +677,33 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         rows = self._rows(positions)
         if self.epoch_samples:
             rows = rows + self._epoch_rows(indices, len(rows))
-        numbered = {name: compute(rows) for name, compute in self.numbered_fields.items() if name in self._names}
         draws, ordered = self._transforms.draws(indices, rows), isinstance(indices, TaggedBatch)
-        batch = self._sample_reader.read(self._names, draws, numbered, shared=shared, ordered=ordered)
-        batch.draws = draws
-        return batch
+        try:
+            return self._read_drawn(draws, shared=shared, ordered=ordered)
+        except FileError as error:
+            if self.skipping is None or len(rows) < 2 or not is_of_data(error):
+                raise
+            errors_of = partial(self._errors_of, draws)
+            keys, _ = self.skipping.replaced(draws.samples, len(rows), draws.seed, draws.epoch, errors_of)
+            # as if they were not in order: rows of a matrix would be read with the bad rows of their chunks
+            return self._read_drawn(draws._replace(samples=keys), shared=shared, ordered=False)
+
+    def _read_drawn(self, draws: Draws, *, shared: bool, ordered: bool) -> Batch:
+        rows, computed = draws.numbers, self.numbered_fields
+        numbered = {name: compute(rows) for name, compute in computed.items() if name in self._names}
+        return self._sample_reader.read(self._names, draws, numbered, shared=shared, ordered=ordered)
+
+    def _errors_of(self, draws: Draws, parts: Sequence[np.ndarray]) -> list[FileError | None]:
+        """Try to read the samples of several arrays of keys, and return the error or None for each of them."""
+        errors: list[FileError | None] = []
+        for keys in parts:
+            error = None
+            try:
+                self._read_drawn(draws._replace(samples=keys), shared=False, ordered=False)
+            except FileError as failure:
+                error = failure
+            errors.append(error)
+        return errors
 
     def _epoch_rows(self, indices: Any, count: int) -> int | np.ndarray:
         """Return what the epoch adds to sample numbers. Without a sampler, torch draws an epoch for each sample."""

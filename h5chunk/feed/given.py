@@ -393,11 +393,10 @@ class GivenOrder:
                 batches.append(batch)
                 left -= len(batch)
             keys = np.concatenate(batches)
-            samples, sizes = self.numbers_of(keys), [len(batch) for batch in batches]
-            places = np.argsort(samples, kind="stable")
+            sizes = [len(batch) for batch in batches]
             numbers = range(first, first + len(batches))
             are_usual = set(sizes[:-1]) <= {self.batch_size} and sizes[-1] <= self.batch_size
-            yield Window(samples, samples[places], places, numbers, keys, None if are_usual else sizes)
+            yield Window.of(keys, numbers, None if are_usual else sizes)
             first += len(batches)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from h5chunk.errors import MAX_NUMBER, OptionError, printable
 from h5chunk.feed.dataset import ChunkDataset, without_numbers
+from h5chunk.feed.skipping import MAX_SKIPPED, RAISE
 from h5chunk.remote.mirror import remote_options
 from h5chunk.store.hdf5.keyed_index import KeyedIndex, Wanted
 from h5chunk.store.hdf5.keyed_list import open_index
@@ -75,7 +76,7 @@ class Keyed(ChunkDataset):
         Fields that are parts of the samples' keys as class numbers (int64), by name. ``{"label": 0}`` is the first
         part: for ``"*/*/pixels"``, the name of the outer group. The classes are sorted by name; `classes` has the names
         of a single such field, and `categories` of any. A negative number counts from the last part.
-    transforms, as_dict, trusted, decode, cache_dir, cache_bytes, storage_options
+    transforms, as_dict, on_error, max_skipped, trusted, decode, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
     checksums : {"off"}
         The samples are not compared with checksums.
@@ -101,6 +102,8 @@ class Keyed(ChunkDataset):
         labels: Mapping[str, int] | None = None,
         transforms: Transforms | None = None,
         as_dict: bool = False,
+        on_error: str = RAISE,
+        max_skipped: float = MAX_SKIPPED,
         trusted: bool = False,
         checksums: str = OFF,
         decode: str | None = None,
@@ -149,6 +152,8 @@ class Keyed(ChunkDataset):
             decode=decode,
             transforms=transforms,
             as_dict=as_dict,
+            on_error=on_error,
+            max_skipped=max_skipped,
         )
 
     @property

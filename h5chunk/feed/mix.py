@@ -13,6 +13,7 @@ import numpy as np
 from h5chunk.errors import FieldError, OptionError, names_text, printable
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.grouping import shares_of
+from h5chunk.feed.skipping import MAX_SKIPPED, RAISE
 from h5chunk.plan.groups import LONGEST, SHORTEST
 from h5chunk.store.read.fields import SAMPLE_NUMBER
 from h5chunk.store.read.files import Paths
@@ -76,8 +77,8 @@ class Mix(ChunkDataset):
         The order of the members' fields. ``member`` may be added, which is the number of a sample's member in
         `members`, int64, and ``sample_number``, the number of a sample in this data set. Default: the fields of the
         first member.
-    transforms, as_dict
-        As for `ChunkDataset`. Members must have no transforms.
+    transforms, as_dict, on_error, max_skipped
+        As for `ChunkDataset`. Members must have no transforms, and raise errors.
 
     Raises
     ------
@@ -97,6 +98,8 @@ class Mix(ChunkDataset):
         fields: Sequence[str] | None = None,
         transforms: Transforms | None = None,
         as_dict: bool = False,
+        on_error: str = RAISE,
+        max_skipped: float = MAX_SKIPPED,
     ) -> None:
         if not isinstance(members, Mapping) or not members or not all(isinstance(name, str) for name in members):
             raise OptionError(f"members is {members!r:.200}: pass a mapping of names to data sets")
@@ -111,7 +114,12 @@ class Mix(ChunkDataset):
         self._starts = np.cumsum([0, *(source.num_samples for source in sources)])
         self._check_alike()
         super().__init__(
-            _joined(sources, self._members), fields=self._order_of(fields), transforms=transforms, as_dict=as_dict
+            _joined(sources, self._members),
+            fields=self._order_of(fields),
+            transforms=transforms,
+            as_dict=as_dict,
+            on_error=on_error,
+            max_skipped=max_skipped,
         )
         self._decode = self._parts[0]._decode
         if any(part.subset_samples is not None for part in self._parts):
@@ -279,6 +287,8 @@ def _check_member(name: str, part: ChunkDataset) -> None:
         raise OptionError(f"member {name!r} is a Mix itself: name its members in this Mix, with weights")
     if part.transforms is not None:
         raise OptionError(f"member {name!r} has transforms, which a Mix does not call: pass transforms= to the Mix")
+    if part.on_error != RAISE:
+        raise OptionError(f"member {name!r} has on_error={part.on_error!r}: pass on_error= to the Mix instead")
     if type(part).__getitem__ is not ChunkDataset.__getitem__ or type(part).__len__ is not ChunkDataset.__len__:
         raise OptionError(
             f"member {name!r} is a {type(part).__name__}, whose __getitem__ or __len__ a Mix does not call: pass a "

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from h5chunk.errors import OptionError, check_whole, count_text, printable
-from h5chunk.feed.columns import torch_dtype
 from h5chunk.feed.dataset import ChunkDataset, without_numbers
+from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.patch_weights import Weights, read_weights, weights_field
+from h5chunk.feed.skipping import MAX_SKIPPED, RAISE
 from h5chunk.plan.draws import epoch_rows
 from h5chunk.plan.order import Order
 from h5chunk.plan.patches import CELL_BYTES, RandomPatches, Starts, Tiles, cell_shape, decoded_voxels
@@ -92,7 +93,7 @@ class Patches(ChunkDataset):
         without the halo.
     seed : int
         Random seed for the positions.
-    transforms, as_dict, trusted, checksums, decode, cache_dir, cache_bytes, storage_options
+    transforms, as_dict, on_error, max_skipped, trusted, checksums, decode, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
 
     Raises
@@ -120,6 +121,8 @@ class Patches(ChunkDataset):
         seed: int = 0,
         transforms: Transforms | None = None,
         as_dict: bool = False,
+        on_error: str = RAISE,
+        max_skipped: float = MAX_SKIPPED,
         trusted: bool = False,
         checksums: str = OFF,
         decode: str | None = None,
@@ -168,7 +171,8 @@ class Patches(ChunkDataset):
                     stacklevel=2,
                 )
         source = PatchReader(volumes.with_fields(padded), plan, has_positions=positions)
-        super().__init__(source, fields=named, decode=decode, transforms=transforms, as_dict=as_dict)
+        how: dict[str, Any] = {"decode": decode, "on_error": on_error, "max_skipped": max_skipped}
+        super().__init__(source, fields=named, transforms=transforms, as_dict=as_dict, **how)
 
     @property
     def _patches(self) -> PatchReader:
@@ -247,6 +251,8 @@ class Patches(ChunkDataset):
             decode=self._decode,
             transforms=self.transforms,
             as_dict=self.as_dict,
+            on_error=self.on_error,
+            max_skipped=self._max_skipped,
         )
         return other
 

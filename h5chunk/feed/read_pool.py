@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FileError, WorkerError, lost_by_fork, printable
-from h5chunk.feed.columns import Destination
+from h5chunk.errors import FileError, WorkerError, closed, lost_by_fork, printable
+from h5chunk.feed.frames import FrameBuffers
 from h5chunk.native import CANCELLED, DONE, Ending, LastingTasks, NativePool, NativeTasks, Result, available
 from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
@@ -65,7 +65,7 @@ class WindowRead:
         self._end_task()
 
     def _closed(self) -> FileError:
-        return FileError(f"{printable(self._pool.path)}: the file was closed while it was read")
+        return closed(self._pool.path)
 
     def end_native(self, result: Result) -> None:
         """Process the result of the native threads, after all their jobs have ended."""
@@ -147,6 +147,7 @@ class ReadPool:
 
     ``fields`` has the readers of the fields of ``reader``. ``numbered`` computes the fields that are not in the file
     from sample numbers. `WorkerError` is raised if no task completes for ``timeout_s`` seconds; None waits forever.
+    With ``skips``, small fields that are damaged are not kept in memory, but read with each window.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class ReadPool:
         *,
         numbered: Mapping[str, Callable[[np.ndarray], np.ndarray]] | None = None,
         timeout_s: float | None = TIMEOUT_S,
+        skips: bool = False,
     ) -> None:
         self._reader, self._numbered = reader, numbered or {}
         self._fields = {name: field.rows_field for name, field in fields.items()}
@@ -180,7 +182,7 @@ class ReadPool:
                 self.files.descriptor(0)
             self._forget()
             stored = {name: reader.source_of(name).fields[name] for name in fields}
-            self._whole = read_small_fields(self._fields, stored, self.files, reader.check_unchanged)
+            self._whole = read_small_fields(self._fields, stored, self.files, reader.check_unchanged, skips=skips)
             if available():
                 self._native = NativePool(num_threads)
             else:
@@ -264,7 +266,13 @@ class ReadPool:
         if (kept := self._lasting_tasks(slot, window)) is not None:
             return self._submit(WindowRead(self, slot, window, 0, kept))
         fields = slot.begin(window.samples)
-        all_tasks = [task for name, out in fields.items() for task in self._field_tasks(name, window, out)]
+        try:
+            all_tasks = [task for name, out in fields.items() for task in self._field_tasks(name, window, out)]
+        except FileError as error:  # raised again when the window is due
+            load = WindowRead(self, slot, window, 0)
+            load.error = error
+            load.finish()
+            return load
         has_native = self._native is not None and os.getpid() == self.process
         native, tasks = native_tasks(all_tasks, self.files) if has_native else (None, all_tasks)
         if native is not None and not tasks and self.is_local:
@@ -314,16 +322,16 @@ class ReadPool:
         slot.tasks.aim(window.rows, window.destinations, window.samples, slot.begin_again())
         return slot.tasks
 
-    def _field_tasks(self, name: str, window: Window, to: Destination) -> Iterable[ReadTask]:
+    def _field_tasks(self, name: str, window: Window, out: Any) -> Iterable[ReadTask]:
         """Return the tasks that read a field. Small fields are copied at once, and need no task."""
-        out: Any = to.out
         if name in self._numbered:
             values = self._numbered[name](window.samples)
             out.view(values.dtype).reshape(values.shape)[:] = values
             return ()
         rows, destinations, samples = window.rows, window.destinations, window.samples
-        if to.rows is not None:
-            rows, destinations, samples = to.rows, np.arange(len(to.rows)), to.rows
+        if isinstance(out, FrameBuffers):
+            rows = samples = out.rows
+            destinations, out = np.arange(len(rows)), out.values
         if name in self._whole:
             gather = RowGather(self._whole[name], samples, out)
             if out.nbytes > QUICK_BYTES:

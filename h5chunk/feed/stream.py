@@ -49,22 +49,23 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 
-from h5chunk.errors import FileError, lost_by_fork, printable
+from h5chunk.errors import FileError, closed, is_of_data, lost_by_fork
 from h5chunk.feed.batches import BatchMaker, EpochReport, Tensors, drop, with_images
 from h5chunk.feed.budget import DataSource
-from h5chunk.feed.columns import Columns, slot_bytes
 from h5chunk.feed.cuda_slots import CudaSlot, PinnedBuffer, num_pinned
 from h5chunk.feed.fetches import RemoteReadPool
+from h5chunk.feed.layout import slot_bytes
 from h5chunk.feed.read_pool import ReadPool, WindowRead
-from h5chunk.feed.slots import KEPT, BatchMemory, CpuSlot, to_device
+from h5chunk.feed.slots import KEPT, BatchMemory, CpuSlot, Fields
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import Epoch, Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
@@ -199,8 +200,6 @@ class WindowStream:
         self._lends_slot, self._echo, self._once, self._together = lends_slot, echo, once, plan.together
         self._source, self._num_slots = source, plan.num_slots
         self._num_local = plan.num_local
-        # memory for the samples of echoes
-        self._gathered = BatchMemory(KEPT * len(source.kinds)) if source.device.type == "cpu" else None
         self._process = os.getpid()
         self._open: dict[WindowRead, None] = {}  # windows in the order of reading
         self._batches: dict[tuple[int, int], WindowRead] = {}  # reads, by epoch and number
@@ -225,6 +224,7 @@ class WindowStream:
                 )
                 self._maker.start()
             how: dict[str, Any] = {"numbered": source.numbered, "timeout_s": source.timeout_s}
+            how["skips"] = source.skipping is not None
             if source.reader.is_remote:
                 how |= {"selection": plan.order.selection, "num_windows": plan.num_slots}
             pool = RemoteReadPool if source.reader.is_remote else ReadPool
@@ -236,23 +236,24 @@ class WindowStream:
 
     def _make_slots(self, plan: SlotPlan) -> Iterator[Any]:
         source = self._source
-        kinds, num_samples = source.kinds, plan.window_samples
+        layouts, num_samples = source.layouts, plan.window_samples
         if source.device.type == "cpu":
             kept = KEPT if plan.order.is_pure else plan.num_slots  # no window is read ahead at the end of an epoch
-            memory = None if self._lends_slot or source.has_frames else BatchMemory(kept * len(kinds))
+            memory = None if self._lends_slot or source.has_frames else BatchMemory(kept * len(layouts))
+            gathered = BatchMemory(KEPT * len(layouts))
             for _ in range(plan.num_slots):
-                yield CpuSlot(kinds, num_samples, memory)
+                yield CpuSlot(layouts, num_samples, memory, gathered)
             return
         self._copies, current = torch.cuda.Stream(source.device), torch.cuda.current_stream(source.device)
         pinned: deque[PinnedBuffer] = deque()  # those that no slot uses
-        enough = num_pinned(plan.num_slots, slot_bytes(kinds, num_samples))
+        enough = num_pinned(plan.num_slots, slot_bytes(layouts, num_samples))
         enough = plan.num_slots if source.reader.is_remote else enough  # else fewer windows would be fetched at a time
         for number in range(plan.num_slots):
             with torch.cuda.stream(current):  # the caller's, also in the thread that makes slots
                 if number < enough:
-                    self._pinned.append(PinnedBuffer(kinds, num_samples))
+                    self._pinned.append(PinnedBuffer(layouts, num_samples))
                     pinned.append(self._pinned[-1])
-                slot = CudaSlot(kinds, num_samples, pinned, self._copies)
+                slot = CudaSlot(layouts, num_samples, pinned, self._copies)
             yield slot
             del slot
 
@@ -307,7 +308,7 @@ class WindowStream:
         self._left_planners = [each for each in (*self._left_planners, self._planner) if each.is_alive]
 
     def _closed(self) -> FileError:
-        return FileError(f"{printable(self._pool.path)}: the file was closed while it was read")
+        return closed(self._pool.path)
 
     def _start_reading(self, order: Epoch, start: int) -> None:
         self._next: tuple[int, int] | None = (order.epoch, start)
@@ -386,14 +387,14 @@ class WindowStream:
             count = plan.num_slots
         self._free.extend(islice(self._make_slots(plan), count))
 
-    def windows(self, order: Order) -> Iterator[Columns]:
+    def windows(self, order: Order) -> Iterator[Fields]:
         """Yield the fields of each window of the first epoch. They are valid until the next window is requested."""
         self._next, self._report, left = None, EpochReport(), order.num_batches
         while left:
             if not self._open:
                 self._load_next(order)
             read = next(iter(self._open))
-            self._wait_for(read)
+            self._wait_for(read, order)
             left -= len(read.window.batches)
             yield read.slot.window
             self._release(read)
@@ -454,7 +455,7 @@ class WindowStream:
             self._load_next(order)
         read = self._batches.pop((order.epoch, number))
         if read not in windows:
-            self._wait_for(read)
+            self._wait_for(read, order)
             is_whole = len(read.window.batches) == 1
             if is_whole and maker.passes_windows and not self._lends_slot:
                 if self._free:
@@ -471,16 +472,42 @@ class WindowStream:
             del windows[read]
         return read, batch
 
-    def _wait_for(self, read: WindowRead) -> None:
+    def _wait_for(self, read: WindowRead, order: Epoch) -> None:
         if not self.is_usable:
             raise lost_by_fork(self._pool.path)
         self._pool.finish_ready(read)
-        if not read.is_ready:
-            waits = time.perf_counter()
-            read.wait(self._pool.timeout_s)
-            self._report.waited_s += time.perf_counter() - waits
-        read.wait()
+        try:
+            if not read.is_ready:
+                waits = time.perf_counter()
+                read.wait(self._pool.timeout_s)
+                self._report.waited_s += time.perf_counter() - waits
+            read.wait()
+        except FileError as error:
+            if self._source.skipping is None or not is_of_data(error):
+                raise
+            self._replace_bad(read, order)
         read.slot.receive()
+
+    def _replace_bad(self, read: WindowRead, order: Epoch) -> None:
+        """Read a window again, in which bad samples are replaced by good ones."""
+        skipping, window = self._source.skipping, read.window
+        assert skipping is not None
+        sizes = window.sizes or order.batch_size
+        keys, bad = skipping.replaced(window.keys, sizes, order.seed, order.epoch, self._errors_of)
+        self._report.add_skipped(bad)
+        read.window, read.error = Window.of(keys, window.batches, window.sizes), None
+        for other in [] if read.slot.has_pinned else list(self._open):
+            other.wait_for_threads(self._pool.timeout_s)
+        again = self._pool.load(read.window, read.slot)
+        again.wait(self._pool.timeout_s)
+
+    def _errors_of(self, parts: Sequence[np.ndarray]) -> list[BaseException | None]:
+        """Try to read the samples of several arrays of keys, and return the error or None for each of them."""
+        layouts = {name: layout.for_any() for name, layout in self._source.layouts.items()}
+        reads = [self._pool.load(Window.of(keys), CpuSlot(layouts, len(keys), BatchMemory())) for keys in parts]
+        for read in reads:
+            read.wait_for_threads(self._pool.timeout_s)
+        return [read.error for read in reads]
 
     def _num_due(self, read: WindowRead, number: int) -> int:
         """Return the number of echoed batches to yield after the window whose last batch is batch ``number``."""
@@ -497,8 +524,7 @@ class WindowStream:
             for first in range(0, max(1, len(samples)), size):  # at least one batch, if this rank has no samples
                 some = samples[first : first + size]
                 draws = Draws(order.seed, order.epoch, window.keys[some], number + 1)
-                taken = maker.take(read.slot.window, to_device(some, read.slot.device), self._gathered)
-                yield from maker.make(taken, draws, size)
+                yield from maker.make(read.slot.gather(some), draws, size)
 
     def _release(self, read: WindowRead) -> None:
         self._put_back(read)

@@ -12,6 +12,7 @@ import numpy as np
 
 from h5chunk.errors import FieldError, OptionError, as_text, check_whole, count_text, names_text, printable
 from h5chunk.feed.dataset import ChunkDataset, without_numbers
+from h5chunk.feed.skipping import MAX_SKIPPED, RAISE
 from h5chunk.plan.episodes import anchors_inside, needed_steps
 from h5chunk.plan.permutation import MAX_SEED
 from h5chunk.remote.mirror import remote_options
@@ -104,7 +105,7 @@ class Windows(ChunkDataset):
         means that no episode may lack it.
     seed : int
         Random seed for ``goal="future"``.
-    transforms, as_dict, trusted, checksums, decode, cache_dir, cache_bytes, storage_options
+    transforms, as_dict, on_error, max_skipped, trusted, checksums, decode, cache_dir, cache_bytes, storage_options
         As for `ChunkDataset`.
 
     Raises
@@ -134,6 +135,8 @@ class Windows(ChunkDataset):
         seed: int = 0,
         transforms: Transforms | None = None,
         as_dict: bool = False,
+        on_error: str = RAISE,
+        max_skipped: float = MAX_SKIPPED,
         trusted: bool = False,
         checksums: str = OFF,
         decode: str | None = None,
@@ -195,7 +198,8 @@ class Windows(ChunkDataset):
         steps |= dict.fromkeys(goals, LAST)
         futures = [name for name in goals if kinds[goals[name]] == "future"]
         source = WindowReader(episodes, anchors, steps, futures=futures, masks=masks, seed=seed)
-        super().__init__(source, fields=named, decode=decode, transforms=transforms, as_dict=as_dict)
+        how: dict[str, Any] = {"decode": decode, "on_error": on_error, "max_skipped": max_skipped}
+        super().__init__(source, fields=named, transforms=transforms, as_dict=as_dict, **how)
 
     @property
     def episodes(self) -> np.ndarray:

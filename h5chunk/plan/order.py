@@ -71,6 +71,13 @@ class Window(NamedTuple):
     keys: Indices  # the keys of ``samples``, for `h5chunk.plan.draws`
     sizes: Sequence[int] | None = None  # number of samples in each batch, if batches differ in size
 
+    @classmethod
+    def of(cls, keys: Indices, batches: Sequence[int] = (0,), sizes: Sequence[int] | None = None) -> Window:
+        """Return the window of samples in any order, given their keys, batch after batch."""
+        samples = keys % REPEAT
+        places = np.argsort(samples, kind="stable")
+        return cls(samples, samples[places], places, batches, keys, sizes)
+
 
 class Epoch(Protocol):
     """The batches of one epoch, in windows: an `Order`, or the batches of the user (`h5chunk.feed.given`)."""

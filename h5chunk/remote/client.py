@@ -17,8 +17,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from h5chunk.errors import FileError, OptionError
+from h5chunk.errors import ChangedError, FileError, OptionError
 from h5chunk.extras import require
+from h5chunk.urls import CHANGED
 
 NOTE_S = 0.1  # seconds between notes
 START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from h5chunk.remote.server import main; main()"
@@ -77,7 +78,7 @@ class Client:
         finally:
             self._parts.pop(number, None)
         if reply["error"]:
-            raise FileError(reply["error"])
+            raise error_of(reply["error"])
         return reply
 
     def close(self) -> None:
@@ -117,6 +118,12 @@ class Client:
             _current.clear()
         while self._waiting:
             self._waiting.popitem()[1]({"error": ENDED})
+
+
+def error_of(text: str) -> FileError:
+    """Return the error for a request that failed, whose reply has this message."""
+    is_over = text == ENDED or text.endswith(CHANGED)
+    return ChangedError(text) if is_over else FileError(text)
 
 
 ENDED = "the process that reads from object stores has ended: open the file again"

@@ -160,7 +160,7 @@ class Mirror:
         connection = self._connection()
         number = connection.send(
             {"op": "fetch", "folder": self._folder, "runs": runs, "keeps": self.keeps},
-            lambda reply: then(FileError(reply["error"]) if reply["error"] else None),
+            lambda reply: then(client.error_of(reply["error"]) if reply["error"] else None),
         )
         return lambda: connection.send({"op": "cancel", "fetch": number}, None)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from h5chunk.urls import without_query
+from h5chunk.urls import CHANGED, without_query
 
 HEAD_BYTES = 64 << 10  # size of the first read, when an object is opened
 NUM_REQUESTS, MAX_REQUESTS = 64, 1024  # default and maximum number of simultaneous range requests
@@ -207,7 +207,7 @@ def version_of(meta: Any) -> dict[str, Any]:
 
 
 def changed(url: str) -> str:
-    return f"{without_query(url)}: the object was replaced or changed since it was first opened: open it again"
+    return f"{without_query(url)}: {CHANGED}"
 
 
 def first_line(error: BaseException) -> str:

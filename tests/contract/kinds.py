@@ -149,7 +149,7 @@ NO_STATISTICS = {
 OWN_BATCHES = ("own_batches", "own_batches_of_a_subset", "own_batches_of_a_url")
 OF_LOADERS = ("loader", "direct", "resume_loader", "resident", "memory_bytes", "one_order", "changed_loader")
 NO_LOADER = dict.fromkeys(
-    [*OF_LOADERS, *OWN_BATCHES, "batch_transform"],
+    [*OF_LOADERS, *OWN_BATCHES, "batch_transform", "skip_loader"],
     Empty("torch has no tensors of strings", "leave it out.* or use a DataLoader"),
 )
 
@@ -617,7 +617,8 @@ class Mixed(Kind):
         return found
 
     def open(self, paths: Sequence[Any], *, numbered: bool = False, **options: Any) -> Any:
-        own = {name: options.pop(name) for name in ("transforms", "as_dict") if name in options}
+        of_mix = ("transforms", "as_dict", "on_error", "max_skipped")
+        own = {name: options.pop(name) for name in of_mix if name in options}
         parts = self.parts(paths)
         members = {f"member {number}": self.of.open(own, **options) for number, own in enumerate(parts)}
         fields = [*members["member 0"].fields, "sample_number"] if numbered else None

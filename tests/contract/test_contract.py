@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from kinds import KINDS, Kind, Sample
+from support.faults import unreadable
 from support.flipped_bits import flip, places
 from support.object_server import object_server
 from torch.utils.data import DataLoader
@@ -394,6 +395,60 @@ def test_sample_number(made: Made) -> None:
     for epoch in range(2):
         seen = torch.cat([batch[at] for batch in kept(made.epoch(part))])
         assert sorted(seen.tolist()) == list(range(5)), epoch
+
+
+BAD = 5
+SKIP = {"on_error": "skip", "max_skipped": 0.5}
+
+
+def numbers_in(made: Made, dataset: Any, batches: Iterable[Any], epoch: int) -> list[list[int]]:
+    """The sample numbers in batches, all of whose samples are those with these numbers."""
+    at, found = dataset.fields.index("sample_number"), []
+    for batch in batches:
+        found.append([])
+        for own in rows(dataset, batch, made.kind.sizes):
+            found[-1].append(int(own[at]))
+            own = (*own[:at], *own[at + 1 :])
+            same(own, made.kind.expected(made.samples, dataset, found[-1][-1], epoch, own))
+    return found
+
+
+@feature
+def test_skip(made: Made, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """A sample that cannot be read is replaced by another one of its batch, with its labels, always the same one."""
+    unreadable(monkeypatch, BAD)
+    with pytest.raises(FileError, match=f"row {BAD} is damaged"):
+        list(made.epoch(made.open()))
+    dataset, batches = made.open(numbered=True, **SKIP), batches_of(made.open(), 1, 1)
+    sampler = h5chunk.ChunkSampler(dataset, BATCH, seed=1)
+    sampler.set_epoch(1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* cannot be read, so that another sample|num_workers is")
+        found = numbers_in(made, dataset, DataLoader(dataset, batch_sampler=sampler, num_workers=workers), 1)
+    bad = {sample.number for sample in dataset.skipped}
+    assert BAD in bad and all("is damaged" in sample.reason for sample in dataset.skipped)
+    for own, expected in zip(found, batches, strict=True):
+        assert set(own) == set(expected) - bad or len(expected) == 1
+        assert [number for number in own if number in expected and number not in bad] == own
+        assert all(one == other or other in bad for one, other in zip(own, expected, strict=True))
+    with pytest.raises(FileError, match="is damaged"):
+        dataset[BAD]
+
+
+@feature
+def test_skip_loader(made: Made, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]) -> None:
+    """A loader has the batches of a DataLoader."""
+    unreadable(monkeypatch, BAD)
+    dataset = made.open(numbered=True, **SKIP)
+    sampler = h5chunk.ChunkSampler(dataset, BATCH, seed=1)
+    text = f"sample {BAD} .*cannot be read, so that another.*row {BAD} is damaged"
+    with h5chunk.ChunkLoader(dataset, BATCH, seed=1, **way) as loader, pytest.warns(UserWarning, match=text):
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            expected = numbers_in(made, dataset, DataLoader(dataset, batch_sampler=sampler), epoch)
+            assert numbers_in(made, dataset, loader, epoch) == expected
+            assert loader.report.skipped == len(loader.report.bad_samples) > 0
+            assert {*loader.report.bad_samples} <= {*dataset.skipped}
 
 
 @feature

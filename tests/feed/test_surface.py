@@ -24,7 +24,7 @@ def test_a_data_set_owns_the_data():
     assert arguments(h5chunk.ChunkDataset) == {
         "path": MISSING, "*fields": None, "*offsets": None, "*lengths": None, "*key": None, "*missing": "drop",
         "*sample_axis": None, "*decode": None, "*trusted": False, "*checksums": "off", "*transforms": None,
-        "*as_dict": False,
+        "*as_dict": False, "*on_error": "raise", "*max_skipped": 0.01,
         "*cache_dir": None, "*cache_bytes": None, "*storage_options": None,
     }  # fmt: skip
 
@@ -32,7 +32,7 @@ def test_a_data_set_owns_the_data():
 def test_a_mix_owns_the_proportions():
     assert arguments(h5chunk.Mix) == {
         "members": MISSING, "*weights": None, "*temperature": None, "*epoch": "longest", "*fields": None,
-        "*transforms": None, "*as_dict": False,
+        "*transforms": None, "*as_dict": False, "*on_error": "raise", "*max_skipped": 0.01,
     }  # fmt: skip
 
 

@@ -6,12 +6,14 @@ Each name of h5chunk that several tests replace is written here, once.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from h5chunk.errors import FileError
 from h5chunk.store.read.field_readers import field_readers
 
 CONSTANTS = {
@@ -117,6 +119,32 @@ def nth(number: int, action: Callable[[], Any]) -> Callable[..., None]:
             action()
 
     return act
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
+    """Let a row of the first field of data sets be unreadable; for windows, it is that of a frame."""
+
+    class Unreadable:
+        ranges: tuple[Any, ...] = ()
+
+        def __call__(self, _: Any) -> None:
+            raise FileError(f"row {row} is damaged")
+
+    def opened(source: Any, *given: Any) -> Any:
+        fields, why = field_readers(source, *given)
+        field = next(iter(fields.values())).rows_field
+        tasks = field.tasks
+
+        def with_failure(rows: np.ndarray, *others: Any) -> Iterator[Any]:
+            numbers = rows % source.epoch_samples if source.epoch_samples else rows
+            yield from [Unreadable()] if row in numbers else tasks(rows, *others)
+
+        field.tasks = with_failure  # type: ignore[method-assign]
+        return fields, why
+
+    monkeypatch.setattr("h5chunk.store.read.samples.Rows.reads_rows", False)
+    for module in ("budget", "sample_reader"):
+        monkeypatch.setattr(f"h5chunk.feed.{module}.field_readers", opened)
 
 
 def through_hdf5(monkeypatch: pytest.MonkeyPatch) -> None:

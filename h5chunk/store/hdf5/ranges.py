@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FileError, printable
+from h5chunk.errors import FileError, closed, printable
 from h5chunk.native import (
     CUT_SHORT,
     DONE,
@@ -238,7 +238,7 @@ def read_error(where: str, result: Result) -> FileError:
         return FileError(f"{where}: cannot be read: {os.strerror(result.error)}")
     if result.status == CUT_SHORT:
         return FileError(f"{where}: {CUT}")
-    return FileError(f"{where}: the file was closed while it was read")
+    return closed(where)
 
 
 def vectors_of(sizes: np.ndarray, destinations: np.ndarray, out: np.ndarray) -> np.ndarray:

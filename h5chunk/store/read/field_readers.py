@@ -12,7 +12,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, printable
+from h5chunk.errors import FileError, is_of_data, printable
 from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.open import same_file
 from h5chunk.store.hdf5.types import element_of
@@ -171,11 +171,13 @@ def read_small_fields(
     files: OpenFiles,
     check: Callable[[], None],
     max_bytes: float = math.inf,
+    *,
+    skips: bool = False,
 ) -> dict[str, np.ndarray]:
     """Read the small fields that are kept in memory, and return them by name. Each has at most ``max_bytes``.
 
     If reading fails, ``check`` is called first, which raises an error if the file was changed. If reading succeeds, the
-    caller must call ``check``.
+    caller must call ``check``. With ``skips``, damaged fields are left out, to be read sample by sample.
     """
     found = {}
     try:
@@ -183,8 +185,14 @@ def read_small_fields(
             if is_small_field(each) and each.num_bytes <= max_bytes:
                 stored = descriptions[name]
                 values = np.zeros((each.num_rows, *stored.sample_shape), stored.dtype)
-                if values.size:
-                    values.reshape(len(values), -1).view(np.uint8)[...] = each.read_all(files)
+                try:
+                    if values.size:
+                        values.reshape(len(values), -1).view(np.uint8)[...] = each.read_all(files)
+                except FileError as error:
+                    if not skips or not is_of_data(error):
+                        raise
+                    check()
+                    continue
                 found[name] = values
     except (FileError, ValueError, OSError):
         check()

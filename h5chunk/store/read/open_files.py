@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from h5chunk.errors import FileError, printable
+from h5chunk.errors import FileError, closed
 from h5chunk.remote.mirror import Descriptor, Hold, Mirror, page_runs
 from h5chunk.remote.pages import Runs
 from h5chunk.store.hdf5.ranges import Ranges, open_descriptor
@@ -46,7 +46,7 @@ class OpenFiles:
             with self._lock:
                 descriptor = self._open.get(number)
                 if self._is_closed:
-                    raise FileError(f"{printable(self._files[number][0])}: the file was closed while it was read")
+                    raise closed(self._files[number][0])
                 if descriptor is None:
                     descriptor = self._open[number] = self._open_checked(number)
         return descriptor

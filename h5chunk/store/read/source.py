@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h5chunk.attributes import cached_property
-from h5chunk.errors import FieldError, FileError, names_text, printable
+from h5chunk.errors import ChangedError, FieldError, names_text, printable
 from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.csr import bounded_window, fullest_chunks
 from h5chunk.plan.layout import choose_window_chunks, good_chunk_samples
@@ -329,12 +329,14 @@ class Source:
 
 
 def check_stamp(path: Path, first: tuple[int, ...], descriptor: int | None = None) -> None:
-    """Raise FileError if a file, or the open file, no longer has the stamp ``first``."""
+    """Raise ChangedError if a file, or the open file, no longer has the stamp ``first``."""
     stamp = stamp_of(path if descriptor is None else descriptor)
     if not stamp:
-        raise FileError(f"{printable(path)}: the file was removed since it was first opened: put it back")
+        raise ChangedError(f"{printable(path)}: the file was removed since it was first opened: put it back")
     if stamp != first:
-        raise FileError(f"{printable(path)}: the file was replaced or changed since it was first opened: open it again")
+        raise ChangedError(
+            f"{printable(path)}: the file was replaced or changed since it was first opened: open it again"
+        )
 
 
 def by_part(starts: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

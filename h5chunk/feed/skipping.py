@@ -1,0 +1,279 @@
+"""Replace samples that cannot be read by other samples of their batch: ``on_error="skip"`` of a data set.
+
+If a batch, or a window of batches, cannot be read, its samples are read again in ever smaller parts, which tells which
+of them are bad. The number of each bad sample is then replaced by that of a good one, and all fields are read again
+through the ordinary path. So labels stay with their images, and nothing is different as long as all samples are good.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from h5chunk.errors import FileError, H5ChunkError, OptionError, count_text, is_of_data, printable
+from h5chunk.plan.draws import MOST_REPEATS, REPEAT, Draws
+from h5chunk.store.read.source import Source
+
+RAISE, SKIP = "raise", "skip"
+MAX_SKIPPED = 0.01  # default of the largest share of bad samples
+PARTS = 8  # into which samples are divided that cannot be read together
+NAMED = 3  # bad samples that an error names
+STREAM = 1 << 21  # of random numbers that choose replacements; those of transforms have smaller numbers
+
+Errors = Callable[[Sequence[np.ndarray]], Sequence[BaseException | None]]
+
+
+class BadSample(NamedTuple):
+    """A sample that could not be read, and was replaced by another one.
+
+    Attributes
+    ----------
+    number : int
+        The number of the sample in the data set.
+    name : str
+        Its name, as in ``source_names`` of the data set, or "" if it has none.
+    reason : str
+        The message of the error, with the file and the place in it.
+    """
+
+    number: int
+    name: str
+    reason: str
+
+
+class SkipLog:
+    """The bad samples that any process has found: names and reasons by the number of the sample in the files.
+
+    Workers of a DataLoader are other processes. All append to a temporary file of the process that made the log.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[str, str]] = {}
+        self._read_bytes = 0
+        descriptor, path = tempfile.mkstemp(prefix="h5chunk-skipped-")
+        os.close(descriptor)
+        self._path = Path(path)
+        weakref.finalize(self, _remove, self._path, os.getpid())
+
+    def add(self, found: dict[int, tuple[str, str]]) -> None:
+        """Add samples, and tell other processes about them."""
+        self._found.update(found)
+        lines = b"".join(json.dumps([row, *texts]).encode() + b"\n" for row, texts in found.items())
+        with suppress(OSError):  # the file is on another host, or its disk is full
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            try:
+                os.write(descriptor, lines)
+            finally:
+                os.close(descriptor)
+
+    def found(self) -> dict[int, tuple[str, str]]:
+        """Return the name and the reason for each bad sample that this or another process has found."""
+        with suppress(OSError), self._path.open("rb") as file:
+            file.seek(self._read_bytes)
+            text = file.read()
+            complete = text.rfind(b"\n") + 1
+            self._read_bytes += complete
+            for row, name, reason in map(json.loads, text[:complete].splitlines()):
+                self._found.setdefault(row, (name, reason))
+        return self._found
+
+
+def _remove(path: Path, process: int) -> None:
+    if os.getpid() == process:
+        with suppress(OSError):
+            path.unlink()
+
+
+@dataclass(frozen=True)
+class Skipping:
+    """How bad samples of a data set are replaced.
+
+    ``log`` has those that were found, also in other subsets of the files. More than ``max_skipped`` of the samples, a
+    share from 0 to 1, are an error. ``subset`` has the numbers of the data set's samples in the ``source``, or is None
+    for all; ``names_of`` returns the names of samples, given these numbers.
+    """
+
+    log: SkipLog
+    max_skipped: float
+    source: Source
+    subset: np.ndarray | None
+    names_of: Callable[[np.ndarray], np.ndarray]
+
+    @property
+    def bad_samples(self) -> list[BadSample]:
+        """The bad samples of this data set that any process has found so far, in the order in which they were found."""
+        found = self.log.found()
+        rows = self._own(np.array(list(found), np.int64))
+        numbers = self._numbers(rows).tolist()
+        return [BadSample(number, *found[row]) for number, row in zip(numbers, rows.tolist(), strict=True)]
+
+    def replaced(
+        self, keys: np.ndarray, sizes: int | Sequence[int], seed: int, epoch: int, errors_of: Errors
+    ) -> tuple[np.ndarray, list[BadSample]]:
+        """Replace the bad samples of some batches, and return the new keys and the samples that were replaced.
+
+        ``keys``, (n,) int64, are the keys of the samples, batch after batch, and ``sizes`` the number of samples in
+        each batch. ``errors_of`` tries to read the samples of several arrays of keys, and returns the error or None for
+        each of them.
+
+        A replacement is a random sample of the same batch. It depends on the seed, the epoch and the bad sample. It is
+        never longer than the bad sample if there is such a one, so that memory which was planned for the batch
+        suffices. If all samples of a batch are bad, they are replaced by those of a later batch in the window.
+
+        Raises
+        ------
+        FileError
+            All samples are bad, or more than `max_skipped` of the data set's samples are; or the error is not due to
+            damaged data, and thus raised as it is.
+        """
+        rows = keys % REPEAT
+        distinct = np.unique(keys)
+        bad = self._find_bad(distinct[np.argsort(distinct % REPEAT, kind="stable")], errors_of)
+        if not bad:  # another read may succeed
+            return keys, []
+        self._add(bad)
+        is_bad = np.isin(rows, list(bad))
+        if is_bad.all():
+            raise FileError(f"{self._where}: all samples that are read together are bad: {_listed(bad)}")
+        size = sizes if isinstance(sizes, int) else 0
+        ends = np.arange(size, len(keys) + size, size) if size else np.cumsum(sizes)
+        batch = np.searchsorted(ends, np.arange(len(keys)), "right")
+        keys = keys.copy()
+        for number in np.unique(batch[is_bad]).tolist():
+            places = np.flatnonzero(is_bad & (batch == number))
+            later = (batch[~is_bad] - number) % len(ends)  # how many batches later the good samples are
+            good = np.flatnonzero(~is_bad)[later == later.min()]
+            chosen = rows[self._choose(rows, places, good, Draws(seed, epoch, keys[places]))]
+            keys[places] = chosen + REPEAT * (MOST_REPEATS - 1 - _occurrences(chosen))  # for other random numbers
+        numbers = self._numbers(rows[is_bad]).tolist()
+        found = self.log.found()
+        return keys, [BadSample(n, *found[row]) for n, row in zip(numbers, rows[is_bad].tolist(), strict=True)]
+
+    def _find_bad(self, keys: np.ndarray, errors_of: Errors) -> dict[int, FileError]:
+        """Read samples, which are ascending, in ever smaller parts, and return the error of each that is bad.
+
+        Requests to object stores are repeated until a deadline, so that all samples are then read at the same time.
+        """
+        self.source.check_unchanged()
+        most = len(keys) if self.source.is_remote else PARTS
+        bad: dict[int, FileError] = {}
+        groups = [np.array_split(keys, min(most, len(keys)))]
+        while groups and len(bad) <= self._limit:
+            parts = groups.pop()
+            for part, error in zip(parts, errors_of(parts), strict=True):
+                if error is None:
+                    continue
+                if not is_of_data(error):
+                    raise error
+                if len(part) > 1:
+                    groups.append(np.array_split(part, min(most, len(part))))
+                else:
+                    assert isinstance(error, FileError)
+                    bad[int(part[0]) % REPEAT] = error
+        self.source.check_unchanged()
+        return dict(sorted(bad.items()))
+
+    def _choose(self, rows: np.ndarray, places: np.ndarray, good: np.ndarray, draws: Draws) -> list[int]:
+        """Return one of the places ``good`` for each bad one, given the samples at all places."""
+        indptrs = [self.source.indptr_of(name) for name in self.source.ragged_fields]
+        lengths = np.array([indptr[rows + 1] - indptr[rows] for indptr in indptrs]).reshape(len(indptrs), len(rows))
+        total, chosen = lengths.sum(axis=0), []
+        for place, random in zip(places.tolist(), draws.uniform(STREAM, 1)[0].tolist(), strict=True):
+            fitting = good[(lengths[:, good] <= lengths[:, place, None]).all(axis=0)]
+            if not len(fitting):
+                fitting = good[[total[good].argmin()]]
+            chosen.append(int(fitting[int(random * len(fitting))]))
+        return chosen
+
+    def _add(self, bad: dict[int, FileError]) -> None:
+        """Log bad samples, with a warning about the first one. Raise FileError if there are too many."""
+        known = self.log.found()
+        new = np.array([row for row in bad if row not in known], np.int64)
+        is_first = not known
+        if len(new):
+            names = self._names(new)
+            texts = [(name, str(bad[row])) for name, row in zip(names, new.tolist(), strict=True)]
+            self.log.add(dict(zip(new.tolist(), texts, strict=True)))
+        rows = self._own(np.array(list(self.log.found()), np.int64))
+        if period := self.source.epoch_samples:  # samples of other epochs are other samples
+            rows = rows[rows // period == next(iter(bad)) // period]
+        if len(rows) > self._limit:
+            raise FileError(
+                f"{self._where}: {count_text(len(rows), 'sample')} of {self._num_samples:,} cannot be read, which is "
+                f"more than max_skipped={self.max_skipped:g} allows: repair the files, or pass a larger share. "
+                f"{_listed(bad)}"
+            )
+        if is_first:
+            number, name = int(self._numbers(new[:1])[0]), f" ({texts[0][0]})" if texts[0][0] else ""
+            warnings.warn(
+                printable(
+                    f"sample {number}{name} cannot be read, so that another sample of its batch takes its place: "
+                    f"{texts[0][1]}. There is no warning about further ones: see dataset.skipped, and the report of a "
+                    "ChunkLoader"
+                ),
+                stacklevel=2,
+            )
+
+    def _names(self, rows: np.ndarray) -> list[str]:
+        period = self.source.epoch_samples
+        with suppress(H5ChunkError):  # the file has no names
+            return [str(name) for name in self.names_of(rows % period if period else rows).tolist()]
+        return [""] * len(rows)
+
+    @property
+    def _where(self) -> str:
+        return printable(self.source.path)
+
+    @property
+    def _num_samples(self) -> int:
+        return self.source.num_samples if self.subset is None else len(self.subset)
+
+    @property
+    def _limit(self) -> int:
+        return max(1, math.floor(self.max_skipped * self._num_samples))
+
+    def _in_file(self, rows: np.ndarray) -> np.ndarray:
+        return rows % self.source.epoch_samples if self.source.epoch_samples else rows
+
+    def _own(self, rows: np.ndarray) -> np.ndarray:
+        return rows if self.subset is None else rows[np.isin(self._in_file(rows), self.subset)]
+
+    def _numbers(self, rows: np.ndarray) -> np.ndarray:
+        rows = self._in_file(rows)
+        return rows if self.subset is None else np.searchsorted(self.subset, rows)
+
+
+def _occurrences(rows: Iterable[int]) -> np.ndarray:
+    """Return how often each number has occurred before."""
+    seen: Counter[int] = Counter()
+    counts = []
+    for row in map(int, rows):
+        counts.append(seen[row])
+        seen[row] += 1
+    return np.array(counts, np.int64)
+
+
+def _listed(bad: dict[int, FileError]) -> str:
+    return "; ".join(str(error) for error in list(bad.values())[:NAMED])
+
+
+def check_on_error(on_error: Any, max_skipped: Any) -> SkipLog | None:
+    """Return the log of bad samples if they are to be skipped. Raise OptionError if an argument is invalid."""
+    if on_error not in (RAISE, SKIP):
+        raise OptionError(f"on_error is {on_error!r}: pass {RAISE!r} or {SKIP!r}")
+    is_share = isinstance(max_skipped, (int, float)) and not isinstance(max_skipped, bool) and 0 < max_skipped <= 1
+    if not is_share:
+        raise OptionError(f"max_skipped is {max_skipped!r}: pass a share of the samples, above 0 and at most 1")
+    return SkipLog() if on_error == SKIP else None
