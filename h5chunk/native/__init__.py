@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 16  # version of the functions and structures in C
+VERSION = 17  # version of the functions and structures in C
 PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(
     [
@@ -169,6 +169,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("find_jpeg", ctypes.c_int, (address,)),
         ("decode", number, (*[address] * 4, number)),
         ("cuda_context", address, ()),
+        ("cuda_load", address, (address, ctypes.c_char_p, ctypes.c_char_p)),
         ("cuda_order", ctypes.c_int, (address,) * 4),
         ("cuda_send", ctypes.c_int, (address,)),
         ("cuda_is_copied", ctypes.c_int, (address,)),

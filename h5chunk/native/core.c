@@ -20,7 +20,7 @@
 #include "filters.h"
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 16
+#define VERSION 17
 
 enum { READ = 0, VERIFY = 1, GATHER = 2, ROWS = 3, BLOCKS = 4 }; /* kinds of jobs */
 /* statuses of tickets */

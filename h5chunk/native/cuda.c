@@ -24,6 +24,8 @@ static struct {
     int (*copy)(uint64_t device, const void *host, size_t num_bytes, void *stream);
     int (*launch)(void *function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared, void *stream,
                   void **arguments, void **extra);
+    int (*load_module)(void **module, const void *image);
+    int (*find_function)(void **function, void *module, const char *name);
     int (*parameter)(void *function, size_t index, size_t *offset, size_t *num_bytes);
 } cuda;
 static int is_loaded;
@@ -32,7 +34,7 @@ static pthread_once_t cuda_once = PTHREAD_ONCE_INIT;
 static void load_cuda(void) {
     static const char *names[] = {"cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuStreamWaitEvent",
                                   "cuEventRecord", "cuEventQuery", "cuMemcpyHtoDAsync_v2", "cuLaunchKernel",
-                                  "cuFuncGetParamInfo"};
+                                  "cuModuleLoadData", "cuModuleGetFunction", "cuFuncGetParamInfo"};
     void *library = dlopen(LIBCUDA, RTLD_NOW), **functions = (void **)&cuda;
     enum { COUNT = sizeof names / sizeof *names };
     is_loaded = library != NULL;
@@ -99,17 +101,27 @@ typedef struct {
     void *context, *function;
     uint64_t arguments[MAX_ARGUMENTS];
     uint32_t num_threads, shared_bytes; /* per block */
+    uint32_t grid_y, grid_z;            /* blocks along the other axes of the grid */
 } Launch;
 
-/* Launch a one-dimensional grid of a kernel, whose parameters have 4 or 8 bytes; only the lower bytes of an argument are
- * used if its parameter has 4. */
+/* Return a function of a module, which is loaded into the context and stays there, or NULL. */
+EXPORT void *h5chunk_cuda_load(void *context, const void *image, const char *name) {
+    void *module, *function = NULL;
+    if (!is_loaded || cuda.push(context)) return NULL;
+    if (cuda.load_module(&module, image) || cuda.find_function(&function, module, name)) function = NULL;
+    cuda.pop(&context);
+    return function;
+}
+
+/* Launch a grid of a kernel, whose parameters have 4 or 8 bytes; only the lower bytes of an argument are used if its
+ * parameter has 4. */
 EXPORT int h5chunk_cuda_launch(const Launch *launch, void *stream, uint32_t num_blocks) {
     void *context, *arguments[MAX_ARGUMENTS];
     int error = is_loaded ? cuda.push(launch->context) : NOT_LOADED;
     if (error) return error;
     for (int i = 0; i < MAX_ARGUMENTS; i++) arguments[i] = (void *)(uintptr_t)&launch->arguments[i];
-    error = cuda.launch(launch->function, num_blocks, 1, 1, launch->num_threads, 1, 1, launch->shared_bytes, stream, arguments,
-                        NULL);
+    error = cuda.launch(launch->function, num_blocks, launch->grid_y, launch->grid_z, launch->num_threads, 1, 1,
+                        launch->shared_bytes, stream, arguments, NULL);
     cuda.pop(&context);
     return error;
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,10 @@ class Sending(ctypes.Structure):
 
 
 class Launch(ctypes.Structure):
-    """A kernel and its first arguments, of 4 or 8 bytes each. The other arguments are zero."""
+    """A kernel and its first arguments, of 4 or 8 bytes each. The other arguments are zero.
+
+    ``grid_y`` and ``grid_z`` are the numbers of blocks along the last two axes of the grid.
+    """
 
     kept: object = None  # the kernel and the arrays that the arguments refer to
     _fields_ = (
@@ -46,7 +50,12 @@ class Launch(ctypes.Structure):
         ("arguments", ctypes.c_uint64 * NUM_ARGUMENTS),
         ("num_threads", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint32),
+        ("grid_y", ctypes.c_uint32),
+        ("grid_z", ctypes.c_uint32),
     )
+
+    def __init__(self, context: int | None, function: int, **values: Any) -> None:
+        super().__init__(context, function, **({"grid_y": 1, "grid_z": 1} | values))
 
     @property
     def num_parameters(self) -> int:
@@ -54,7 +63,7 @@ class Launch(ctypes.Structure):
         return int(native._library().h5chunk_cuda_parameters(ctypes.addressof(self)))
 
     def __call__(self, stream: int, num_blocks: int, arguments: Sequence[int]) -> bool:
-        """Launch the kernel on a stream. Returns whether that succeeded."""
+        """Launch the kernel on a stream, with blocks along the first axis. Returns whether that succeeded."""
         own = Launch.from_buffer_copy(self)  # other threads may launch it at the same time
         own.arguments[: len(arguments)] = arguments
         return not native._library().h5chunk_cuda_launch(ctypes.addressof(own), stream, num_blocks)
@@ -64,6 +73,12 @@ def context() -> int | None:
     """Return the CUDA context of the calling thread, or None if there is none or the C library was not built."""
     found: int | None = native._library().h5chunk_cuda_context() if native.available() else None
     return found
+
+
+def load(context: int, image: bytes, name: str) -> int | None:
+    """Load a module of machine code, or of PTX, into a context, for good. Return its function with this name."""
+    function: int | None = native._library().h5chunk_cuda_load(context, image, name.encode())
+    return function
 
 
 def order(context: int, stream: int, *, wait: int | None = None, record: int | None = None) -> bool:

@@ -27,6 +27,7 @@ from h5chunk import ChunkLoader
 from h5chunk.errors import FileError
 from h5chunk.feed import resident
 from h5chunk.native import cuda
+from h5chunk.transforms.kernel_cache import Code
 
 __all__ = ["nothing_is_left", "path"]
 
@@ -152,6 +153,17 @@ def test_a_kernel_is_launched_with_its_arguments(driver: Driver) -> None:
     assert out[0] == 42
     assert cuda.Launch(cuda.context(), 8).num_parameters == 3
     assert cuda.Launch(cuda.context(), 9).num_parameters == -1
+
+
+def test_machine_code_is_loaded(driver: Driver) -> None:
+    out = np.zeros(1, np.int64)
+    launch = Code("kernel", 64, 0, b"code").launch(1, [torch.tensor(5)])
+    assert launch is not None and launch.arguments[2] == 0 and launch.grid_y == launch.grid_z == 1
+    launch.arguments[1] = 30
+    assert launch(USER_STREAM, 5, (out.ctypes.data,)) and out[0] == 30
+    assert Code("kernel", 64, 0, b"code").launch(2, [0.5, 1.5, 2.5]) is None, "the kernel has fewer parameters"
+    assert Code("other", 64, 0, b"code").launch(1, []) is None
+    assert Code("kernel", 64, 0, b"bad").launch(1, []) is None
 
 
 def test_streams_wait_and_record(driver: Driver) -> None:

@@ -455,7 +455,7 @@ def test_a_process_ends_after_its_kernels_are_compiled():
     code = (
         "import time\n"
         "from h5chunk.transforms.compiled import Compiling\n"
-        "Compiling()._compile_in_thread(lambda: (time.sleep(0.5), print('compiled', flush=True)))\n"
+        "Compiling()._prepare_in_thread(lambda: (time.sleep(0.5), print('compiled', flush=True)))\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stdout) == (0, "compiled\n"), run.stderr
