@@ -47,11 +47,16 @@ _HOMES = {
     **{name: "h5chunk.errors" for name in vars(_errors) if name.endswith("Error")},
 }
 
+# who uses these opens a file soon: the process that tests it first starts while this one imports torch and h5py
+_DATA = {"ChunkDataset", "ChunkLoader", "Keyed", "Patches", "Windows"}
+
 __all__ = ["__version__", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
+        if name in _DATA:
+            import_module("h5chunk.store.hdf5.helper_start").start_ahead()
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'h5chunk' has no attribute {name!r}")
 

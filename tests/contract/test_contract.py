@@ -140,8 +140,8 @@ def server() -> Iterator[Any]:
 def test_files_are_tested_without_torch(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that opens a file first would take seconds to import it, each time."""
     needed: list[str] = []
-    started = child._started
-    monkeypatch.setattr(child, "_started", lambda modules: needed.append(modules) or started(modules))
+    started = child.start_child
+    monkeypatch.setattr(child, "start_child", lambda modules: needed.append(modules) or started(modules))
     monkeypatch.setattr(child, "_tried", set())
     monkeypatch.setattr(child, "_is_child", False)
     with warnings.catch_warnings():

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 import h5chunk
 from h5chunk.errors import FieldError, FileError, SourceError, WorkerError
 from h5chunk.machine import warnings_filtered
-from h5chunk.store.hdf5 import child
+from h5chunk.store.hdf5 import child, helper_start
 from h5chunk.store.hdf5.child import Stuck, in_child, try_files
 from h5chunk.tools.tune.tune import tune
 
@@ -189,8 +189,8 @@ def test_where_nothing_can_be_started(path: Path, monkeypatch: pytest.MonkeyPatc
     def fail(*_: object, **__: object) -> None:
         raise BlockingIOError("Resource temporarily unavailable")
 
-    monkeypatch.setattr(child, "_helper", None)
-    monkeypatch.setattr(child, "start_python", fail)
+    monkeypatch.setattr(helper_start, "_helper", None)
+    monkeypatch.setattr(helper_start, "start_python", fail)
     with pytest.warns(RuntimeWarning, match=r"a\.h5: no process can be started to test files first .*unavailable"):
         assert len(h5chunk.ChunkDataset(path)) == 40
 
@@ -284,8 +284,8 @@ def test_beside_a_gpu_in_use(path: Path) -> None:
 
 def count_children(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     modules: list[str] = []
-    start = child._started
-    monkeypatch.setattr(child, "_started", lambda module: modules.append(module) or start(module))
+    start = child.start_child
+    monkeypatch.setattr(child, "start_child", lambda module: modules.append(module) or start(module))
     return modules
 
 
@@ -321,6 +321,25 @@ def test_an_error_that_is_not_of_hdf5_is_left_to_the_caller(path: Path, monkeypa
     assert len(tries) == 2
 
 
+AHEAD = """
+import sys
+import h5chunk
+from h5chunk.store.hdf5 import helper_start
+before = helper_start._helper
+h5chunk.ChunkSampler, h5chunk.FileError
+sampled = helper_start._helper
+h5chunk.ChunkDataset
+ahead = helper_start._helper
+h5chunk.ChunkDataset(sys.argv[1])
+print(before, sampled, ahead is helper_start._helper, ahead._process.poll())
+"""
+
+
+def test_the_helper_starts_while_modules_are_imported(path: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", AHEAD, str(path)], capture_output=True, text=True)
+    assert (run.stdout, run.stderr) == ("None None True None\n", "")
+
+
 def test_chunks_are_listed_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the child; and here again once the file has changed."""
     paths = [path, path.with_name("b.h5")]
@@ -354,7 +373,7 @@ class _Counting:
 
     def __getitems__(self, indices: list[int]) -> list[int]:
         self.dataset.__getitems__(indices)
-        return [child._helper is not None]
+        return [helper_start._helper is not None]
 
 
 def test_an_error_does_not_bring_the_one_that_it_replaces() -> None:

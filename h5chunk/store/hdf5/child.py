@@ -1,38 +1,33 @@
 """Run work on an HDF5 file in a child process, so that a file that crashes or hangs HDF5 only causes an error.
 
 Children are forks of a helper process (`h5chunk.store.hdf5.helper`), which each process starts when it opens its first
-untrusted file. Neither depends on the threads, the GPU, the standard streams or the main module of this process. A
-child that loops, sleeps or takes too much memory is killed, on Linux; elsewhere the system does not show what it does.
-If the system cannot start a helper, the work is done in the calling process.
+untrusted file, or when it imports a class that will (`start_ahead`). Neither depends on the threads, the GPU, the
+standard streams or the main module of this process. A child that loops, sleeps or takes too much memory is killed, on
+Linux; elsewhere the system does not show what it does. If the system cannot start a helper, the work is done in the
+calling process.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import io
-import multiprocessing
 import os
 import pickle
 import resource
 import signal
-import socket
-import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path, PurePath
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 from h5chunk.errors import FileError, H5ChunkError, WorkerError, exact_bytes, printable
-from h5chunk.machine import start_python
 from h5chunk.stamp import stamp_of
 from h5chunk.store.hdf5.chunk_table import keep_tables, noted_tables
+from h5chunk.store.hdf5.helper_start import Child, start_child
 from h5chunk.store.hdf5.open import DAMAGES, check_not_written
 from h5chunk.urls import local_copy_of
 
@@ -41,7 +36,6 @@ Say = Callable[[Any], None]
 
 LOOP_S = 60.0  # CPU time of a thread without a read, write or message, after which a child counts as looping
 IDLE_S = 120.0  # time during which all threads sleep, after which a child counts as stuck
-START_S = 120.0  # time in which a child must have been started
 LOOK_S, MEMORY_LOOK_S = 1.0, 0.05  # time between checks of a child, and of its memory
 METADATA_BYTES = 256 << 20  # limit on the memory that a child may use for metadata
 METADATA_RATIO = 128  # additional bytes of memory per byte of the file: HDF5 needs 20 KB for a small open object
@@ -123,7 +117,7 @@ def in_child(path: Path, work: Callable[..., T], *arguments: Any, on_message: Sa
     name = printable(path)
     message, modules = pickled(work, arguments, on_message is not None)
     try:
-        child = _started(",".join(modules))
+        child = start_child(",".join(modules))
     except OSError as error:
         warnings.warn(
             f"{name}: no process can be started to test files first ({error.strerror or error}): a damaged file may "
@@ -238,116 +232,10 @@ def received(message: bytes, send: Callable[[str, Any], None]) -> Callable[[], A
     return partial(work, *([partial(send, SAID)] if has_say else []), *arguments)
 
 
-# ---- the helper process
-
-
-class _Child(NamedTuple):
-    """A child process: its number, a connection for messages, and the helper that it is a fork of."""
-
-    number: int
-    connection: Connection
-    helper: _Helper
-
-    def end(self) -> int:
-        """Kill the child if it still runs, and return its status, or 0 if the helper does not know it."""
-        with contextlib.suppress(OSError):
-            return self.helper.ask(str(self.number))
-        return 0
-
-
-class _Helper:
-    """The helper process, and the connection to it."""
-
-    def __init__(self) -> None:
-        self._control, theirs = socket.socketpair()
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-        with theirs, contextlib.ExitStack() as unused:
-            unused.enter_context(self._control)
-            self._process = start_python("h5chunk.store.hdf5.helper:serve", theirs.fileno(), **streams)
-            unused.pop_all()
-        self._control.settimeout(START_S)
-        self._lock = threading.Lock()
-
-    def ask(self, request: str, *descriptors: int) -> int:
-        """Send a request, and return the answer, or 0 if the helper has ended."""
-        with self._lock:
-            socket.send_fds(self._control, [request.encode()], descriptors)
-            return int.from_bytes(self._control.recv(8), "little", signed=True)
-
-    def start(self, modules: str) -> _Child:
-        """Start a child. Raises OSError if that is impossible."""
-        connection, theirs = multiprocessing.Pipe()
-        with theirs, contextlib.ExitStack() as unused:
-            unused.enter_context(connection)
-            number = self.ask(modules, theirs.fileno())
-            if number <= 0:
-                raise ChildProcessError("the system starts no further process" if number else "the helper has ended")
-            unused.pop_all()
-        return _Child(number, connection, self)
-
-    def close(self) -> None:
-        """End the helper, and its children."""
-        self._control.close()
-        try:
-            self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def leave(self) -> None:
-        """Close the connection in a forked process, which is not the parent of the helper."""
-        self._control.close()
-        self._process.returncode = 0
-
-
-_helper: _Helper | None = None
-_lock = threading.Lock()  # held while the helper is started or ended
-
-
-def _started(modules: str) -> _Child:
-    """Start a child, and first the helper if there is none. A helper that was killed is replaced.
-
-    ``modules`` has the names of the modules that the child needs, with commas between them.
-    """
-    global _helper
-    problem: OSError | None = None
-    for _ in range(2):
-        with _lock:
-            helper = _helper = _helper or _Helper()
-        try:
-            return helper.start(modules)
-        except BaseException as error:
-            with _lock:
-                if _helper is helper:
-                    helper.close()
-                    _helper = None
-            if not isinstance(error, OSError):
-                raise
-            problem = error
-    assert problem is not None
-    raise problem
-
-
-def _after_fork() -> None:
-    global _helper, _lock
-    helper, _helper, _lock = _helper, None, threading.Lock()
-    if helper is not None:
-        helper.leave()
-
-
-@atexit.register
-def _close() -> None:
-    if _helper is not None:
-        _helper.close()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
 # ---- watching a child
 
 
-def _listen(child: _Child, limit: _Limit, on_message: Say) -> Any:
+def _listen(child: Child, limit: _Limit, on_message: Say) -> Any:
     """Receive the messages of a child, until it has a result. Raises FileError if it dies without one."""
     watch, looked = _Watch(child.number), time.monotonic()
     while True:
@@ -374,7 +262,7 @@ def _listen(child: _Child, limit: _Limit, on_message: Say) -> Any:
             watch.check(limit.name)
 
 
-def _crash(child: _Child, name: str) -> FileError:
+def _crash(child: Child, name: str) -> FileError:
     code = child.end()
     cause = signal.Signals(os.WTERMSIG(code)).name if os.WIFSIGNALED(code) else f"code {os.WEXITSTATUS(code)}"
     return FileError(f"{name}: this file crashes HDF5 ({cause}): it is damaged, or too little memory is free")

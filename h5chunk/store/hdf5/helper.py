@@ -25,6 +25,7 @@ from h5chunk.errors import H5ChunkError, WorkerError
 from h5chunk.store.hdf5 import child
 
 MAX_REQUEST_BYTES = 4096
+FIRST_NEEDED = "hdf5plugin", "h5chunk.store.read.files"  # modules that the test of a file needs
 END_S = 1.0  # time for a process to end after it was killed, which it may not do while a file system does not answer
 PR_SET_PDEATHSIG = 1  # option of prctl
 
@@ -41,8 +42,9 @@ def serve(descriptor: int) -> NoReturn:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the caller, which ends the work
     warnings.simplefilter("ignore")
-    with suppress(ImportError):
-        import hdf5plugin  # noqa: F401  # otherwise every fork would import it
+    for name in FIRST_NEEDED:
+        with suppress(Exception):
+            import_module(name)  # otherwise every fork would import it
     control = socket.socket(fileno=descriptor)
     while True:
         request, descriptors = b"", list[int]()
