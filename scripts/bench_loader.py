@@ -11,9 +11,10 @@ labels; the page cache is warm. Each contender runs in a separate process, with 
 NAME=PATH`` (default: the interpreter of this script) and the best settings found with ``--tune``
 (`peers/__init__.py`). If its library cannot be imported, the table says "not installed".
 
-In each round, all contenders take turns, in reverse order every other round. A turn is two consecutive epochs, of which
-the second is timed. Before the first round, a warm-up epoch compares every image with the original. In timed epochs,
-each sample must be delivered exactly once, and one image of each batch is compared after the clock has stopped.
+In each round, all contenders take turns, in reverse order every other round. A turn is an epoch that is not timed, and
+then epochs in a row that take at least a second, because an epoch of small images takes some 10 ms. Before the first
+round, a warm-up epoch compares every image with the original. In timed epochs, each sample must be delivered exactly
+once, and one image of each batch is compared after the clock has stopped.
 
 Prints a table for each image size: images/s (median and range of the rounds); the median ratio to the limit, which is
 the limit with reused memory for loaders that reuse the memory of batches, and with fresh memory for other loaders; the
@@ -50,6 +51,7 @@ import h5py
 import numpy as np
 from peers import CONTENDERS, REUSED, WAYS, Source
 from peers.limits import FRESH_WAYS, REUSED_WAYS
+from peers.serve import MOST_EPOCHS
 
 HERE = Path(__file__).parent
 SIZES = {224: (12_000, 3, 224, 224), 32: (50_000, 3, 32, 32), 28: (60_000, 1, 28, 28)}
@@ -177,7 +179,7 @@ def run_rounds(contenders: list[Contender], rounds: int) -> None:
             contender.turn(number)
         print(f"  round {number} of {rounds}", file=sys.stderr, flush=True)
     for contender in contenders:
-        contender.ask(f"check {2 * rounds + 1}")
+        contender.ask(f"check {MOST_EPOCHS * (rounds + 1)}")
         contender.close()
 
 

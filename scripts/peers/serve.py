@@ -3,7 +3,7 @@
     python -m peers.serve JSON      # {"module", "settings", "source", "folder", "batch_size"}
 
 Each line of input is a command, and is answered by a line of JSON. ``first`` builds the contender (and its file, if it
-is missing), and runs an epoch that compares every image by its CRC-32. ``epoch N`` runs a timed epoch. ``check N``
+is missing), and runs an epoch that compares every image by its CRC-32. ``epoch N`` runs timed epochs. ``check N``
 compares again. Libraries write to standard error.
 """
 
@@ -25,6 +25,8 @@ import torch
 
 from peers import Source
 
+TURN_S = 1.0  # shortest duration of a turn
+MOST_EPOCHS = 1000  # in a turn
 PROBE = -8  # start of the bytes of a batch's last image that are compared after the clock has stopped
 
 
@@ -76,22 +78,28 @@ def complete(numbers: np.ndarray, source: Source, is_part: bool) -> None:
         raise Wrong("the epoch was not shuffled")
 
 
-def timed(batches: Iterator, source: Source, is_part: bool) -> dict[str, Any]:
-    """Return the seconds of an epoch. Raises Wrong if it was incomplete or the last image of a batch is wrong."""
+def timed(epochs: Iterator[Iterator], source: Source, is_part: bool) -> dict[str, Any]:
+    """Time epochs for at least `TURN_S`. Raises Wrong if one was incomplete or the last image of a batch is wrong."""
     started, cpu = time.perf_counter(), cpu_seconds()
     seen, probes = [], []
-    for images, labels in batches:
-        seen.append(labels.numpy().copy())
-        probes.append(images.numpy()[-1, -1, -1, PROBE:].tobytes())
-        del images, labels
-    seconds = time.perf_counter() - started
-    result = {"images": sum(map(len, seen)), "seconds": seconds, "cpu_seconds": cpu_seconds() - cpu}
-    complete(np.concatenate(seen), source, is_part)
+    for batches in epochs:
+        seen.append([])
+        for images, labels in batches:
+            seen[-1].append(labels.numpy().copy())
+            probes.append(images.numpy()[-1, -1, -1, PROBE:].tobytes())
+            del images, labels
+        seconds = time.perf_counter() - started
+        if seconds >= TURN_S:
+            break
+    result = {"seconds": seconds, "cpu_seconds": cpu_seconds() - cpu, "epochs": len(seen)}
+    for numbers in seen:
+        complete(np.concatenate(numbers), source, is_part)
     images = source.images
-    for numbers, probe in zip(seen, probes, strict=True):
+    every = [numbers for epoch in seen for numbers in epoch]
+    for numbers, probe in zip(every, probes, strict=True):
         if images[numbers[-1], -1, -1, PROBE:].tobytes() != probe:
             raise Wrong(f"image {numbers[-1]} is not the one that was packed")
-    return result | {"label_sum": int(sum(numbers.sum() for numbers in seen)), "batches": len(seen)}
+    return result | {"images": sum(map(len, every)), "batches": len(every)}
 
 
 def cpu_seconds() -> float:
@@ -126,17 +134,21 @@ class Server:
         return result
 
     def epoch(self, number: int) -> dict[str, Any]:
-        """Time the second of two epochs in a row, because the first starts with data that was read ahead."""
+        """Time epochs in a row, after one that is not timed, because it starts with data that was read ahead."""
+        numbers = range(number * MOST_EPOCHS, (number + 1) * MOST_EPOCHS)
+        epochs = map(self.contender.epoch if not hasattr(self.contender, "run") else self.contender.run, numbers)
         if not hasattr(self.contender, "run"):
-            for _ in self.contender.epoch(2 * number - 1):
+            for _ in next(epochs):
                 pass
-            return timed(self.contender.epoch(2 * number), self.source, self.is_part)
-        self.contender.run(2 * number - 1)
-        started = time.perf_counter()
-        images = self.contender.run(2 * number)
-        seconds = time.perf_counter() - started
-        if images != self.source.count:
-            raise Wrong(f"{images} images were moved of {self.source.count}")
+            return timed(epochs, self.source, self.is_part)
+        next(epochs)
+        started, images, seconds = time.perf_counter(), 0, 0.0
+        while seconds < TURN_S:
+            moved = next(epochs)
+            seconds = time.perf_counter() - started
+            if moved != self.source.count:
+                raise Wrong(f"{moved} images were moved of {self.source.count}")
+            images += moved
         return {"images": images, "seconds": seconds}
 
     def check(self, number: int) -> dict[str, Any]:
