@@ -277,7 +277,7 @@ class GatherAhead:
         gathered = tuple(self._memory.empty((count, *field.shape[1:]), field.dtype) for field, _ in self._fields)
         for number, ((field, row_bytes), out) in enumerate(zip(self._fields, gathered, strict=True)):
             num_bytes = count * row_bytes
-            jobs[number] = (GATHER, 0, 0, count, num_bytes, field.data_ptr(), indices, out.data_ptr(), 0, 0)
+            jobs[number] = (GATHER, 0, 0, count, num_bytes, field.data_ptr(), indices, out.data_ptr(), 0, 0, 0, 0)
         self._tickets += 1
         self._queue.append((self._tickets, gathered, samples))  # first, as a signal may interrupt this anywhere
         self._pool.submit(self._tickets, jobs)

@@ -33,6 +33,8 @@ JOB = np.dtype(
         ("destination", np.uintp),
         ("expected", np.uint32),
         ("is_checked", np.uint32),
+        ("map", np.uintp),
+        ("mapped_bytes", np.int64),
     ]
 )
 BLOCK = np.dtype(  # a stored block that a job decodes; core.c describes its fields
@@ -127,6 +129,11 @@ def available() -> bool:
     return os.environ.get("H5CHUNK_NATIVE", "1") != "0" and _library() is not None
 
 
+def can_map() -> bool:
+    """Return whether jobs may copy rows of mapped files: a page that cannot be read does not end the process."""
+    return bool(available() and _library().h5chunk_can_map())
+
+
 @functools.cache
 def _library() -> Any:
     """Load the library next to this module. Returns None if it is missing or of another version."""
@@ -158,6 +165,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("cancel", None, (pool,)),
         ("close", ctypes.c_int, (pool, ctypes.c_double)),
         ("free", None, (pool,)),
+        ("can_map", ctypes.c_int, ()),
         ("crc32", ctypes.c_uint32, (address, number, ctypes.c_uint32)),
         ("set_libraries", None, (address,)),
         ("unshuffle", None, (address, address, number, number)),

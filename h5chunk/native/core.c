@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include "filters.h"
+#include "maps.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define VERSION 17
@@ -41,7 +42,8 @@ enum { POLL_NS = 20000 };           /* time between two questions whether a buff
  *         With `is_checked`, the CRC-32 of these bytes must be `expected`.
  * VERIFY  the CRC-32 of `num_bytes` from `offset` of `descriptor` must be `expected`.
  * GATHER  row i of `destination` becomes row `indices[i]` of `source`, `count` rows of `num_bytes / count` bytes.
- * ROWS    `count` entries of the `Rows` at `source` are read, from entry `offset` on: about `num_bytes`.
+ * ROWS    `count` entries of the `Rows` at `source` are read, from entry `offset` on: about `num_bytes`. `map` is NULL, or
+ *         has the first `mapped_bytes` of the file.
  * BLOCKS  `count` blocks of the `Blocks` at `source` are read, decoded and copied, from block `offset` on. */
 typedef struct {
     int32_t kind, descriptor;
@@ -50,6 +52,8 @@ typedef struct {
     const int64_t *indices;
     void *destination;
     uint32_t expected, is_checked;
+    const uint8_t *map;
+    int64_t mapped_bytes;
 } Job;
 
 /* Rows of a file, `block_rows` at each offset of `blocks`, and their destinations in memory. Entry i is row `rows[i]`,
@@ -345,8 +349,18 @@ static void ask_for(const Job *job) {
     ask(job->descriptor, start, end - start);
 }
 
+/* Fill vectors from the file or, if it is mapped, from memory, unless the map ends before. */
+static int fill_vectors(const Job *job, const struct iovec *vectors, int count, int64_t num_bytes, int64_t offset,
+                        Result *result) {
+    if (!job->map) return read_vectors(job->descriptor, vectors, count, num_bytes, offset, result);
+    if (offset < 0 || num_bytes > job->mapped_bytes - offset) return -1;
+    for (const uint8_t *from = job->map + offset; count--; from += vectors++->iov_len)
+        h5chunk_stream(vectors->iov_base, from, (int64_t)vectors->iov_len);
+    return 0;
+}
+
 /* Read rows. Rows that are adjacent in the file share a system call, and adjacent destinations share a vector. */
-static int do_rows(const Job *job, struct iovec *vectors, Result *result) {
+static int read_rows(const Job *job, struct iovec *vectors, Result *result) {
     const Rows *table = job->source;
     int64_t block_rows = table->block_rows, first_row = 0, start = 0, end = 0, base = 0;
     uint8_t *to_end = NULL;
@@ -360,7 +374,7 @@ static int do_rows(const Job *job, struct iovec *vectors, Result *result) {
         }
         int64_t offset = base + (row - first_row) * table->row_bytes;
         if (count && (offset != end || count == MAX_VECTORS || end - start >= RUN_BYTES)) {
-            if (read_vectors(job->descriptor, vectors, count, end - start, start, result)) return -1;
+            if (fill_vectors(job, vectors, count, end - start, start, result)) return -1;
             count = 0;
         }
         if (!count) start = offset;
@@ -369,7 +383,31 @@ static int do_rows(const Job *job, struct iovec *vectors, Result *result) {
         end = offset + size;
         to_end = to + size;
     }
-    return count ? read_vectors(job->descriptor, vectors, count, end - start, start, result) : 0;
+    return count ? fill_vectors(job, vectors, count, end - start, start, result) : 0;
+}
+
+typedef struct {
+    const Job *job;
+    struct iovec *vectors;
+} RowCopy;
+
+/* Copy rows from the map, unless they are not in memory, where the kernel reads ahead better. Returns -1 if the file has
+ * become shorter: the rest of its last page is zeros then. */
+static int copy_rows(void *argument) {
+    const RowCopy *copy = argument;
+    Result unused;
+    struct stat found;
+    int64_t size, offset = place_of(copy->job, copy->job->offset, &size);
+    if (is_on_disk(copy->job->descriptor, offset) || read_rows(copy->job, copy->vectors, &unused)) return -1;
+    return fstat(copy->job->descriptor, &found) || found.st_size < copy->job->mapped_bytes ? -1 : 0;
+}
+
+static int do_rows(const Job *job, struct iovec *vectors, Result *result) {
+    RowCopy copy = {job, vectors};
+    if (job->map && job->count && !h5chunk_guarded(copy_rows, &copy)) return 0;
+    Job read = *job;
+    read.map = NULL;
+    return read_rows(&read, vectors, result);
 }
 
 /* Read and decode a block to `out`. A block without filters may be shorter than the memory for it. */

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from support.matrices import random_matrix, write
 from support.orders import ordered
 from torch.utils.data import DataLoader
 
+from h5chunk import native
 from h5chunk.errors import FileError, H5ChunkError, OptionError, WorkerError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
@@ -105,6 +107,66 @@ def test_a_file_that_changes_in_an_epoch(path: Path, way: str, change: Callable[
         with pytest.raises(FileError, match=CHANGED):  # no other epoch either
             next(iter(loader))
         loader.close()
+
+
+def read_mapped(path: Path, before: str, after: str = "") -> subprocess.CompletedProcess[str]:
+    """Read an epoch in a process of its own, whose file is cut short after the first batch, and run code around it."""
+    code = f"""
+        import faulthandler, os, signal, sys
+        from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler, native
+        from h5chunk.errors import FileError
+        path = sys.argv[1]
+        {before}
+        dataset = ChunkDataset(path)
+        loader = ChunkLoader(dataset, batch_sampler=ChunkSampler(dataset, 16, window_chunks=1), num_threads=1)
+        batches = iter(loader)
+        next(batches)
+        print(native.can_map(), path in open("/proc/self/maps").read())
+        {after}
+        os.truncate(path, os.path.getsize(path) // 3)
+        try:
+            list(batches)
+        except FileError as error:
+            print("cut short" in str(error) or "changed" in str(error))
+        loader.close()
+        print(path in open("/proc/self/maps").read())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S * 4)
+
+
+@pytest.mark.skipif(not native.can_map(), reason="files are not mapped here")
+@pytest.mark.parametrize("before", ["pass", "faulthandler.enable()", "signal.signal(signal.SIGBUS, print)"])
+def test_a_mapped_file_that_is_cut_short(path: Path, before: str) -> None:
+    """An error, and no word of the signal from a handler that was there before."""
+    done = read_mapped(path, before)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["True", "True", "True", "False"], "")
+
+
+@pytest.mark.skipif(not native.can_map(), reason="files are not mapped here")
+@pytest.mark.parametrize("after", ["faulthandler.enable()", "signal.signal(signal.SIGBUS, signal.SIG_DFL)"])
+def test_a_handler_that_is_replaced(path: Path, after: str) -> None:
+    """Nothing is read from the map any more, whose signals others would get."""
+    done = read_mapped(path, "pass", after)
+    assert (done.returncode, done.stdout.split()[2:], done.stderr) == (0, ["True", "False"], "")
+
+
+OTHER_MAP = """
+        import mmap
+        file = open(path + ".other", "w+b")
+        file.truncate(100)
+        other = mmap.mmap(file.fileno(), 0)
+        file.truncate(0)
+        other[0]
+"""
+
+
+@pytest.mark.skipif(not native.can_map(), reason="files are not mapped here")
+@pytest.mark.parametrize("before", ["pass", "faulthandler.enable()"])
+@pytest.mark.parametrize("after", [OTHER_MAP, "os.kill(os.getpid(), signal.SIGBUS)"])
+def test_the_signal_of_others_ends_the_process(path: Path, before: str, after: str) -> None:
+    done = read_mapped(path, before, after)
+    assert done.returncode == -signal.SIGBUS and ("Bus error" in done.stderr) == (before != "pass")
 
 
 @pytest.mark.parametrize("layout", [Dense(), Csr()])

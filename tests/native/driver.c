@@ -1,4 +1,4 @@
-/* Drives core.c, rows.c and cuda.c as Python does, for the sanitizers: prints nothing and returns 0 if all is well.
+/* Drives core.c, rows.c, maps.c and cuda.c as Python does, for the sanitizers: prints nothing and returns 0 if all is well.
  *
  *     cc -fsanitize=address,undefined -Dpread=faulty_pread -Dpreadv=faulty_preadv -c driver.c
  *     cc -fsanitize=address,undefined driver.o faults.c fake_cuda.c -pthread -rdynamic -ldl
@@ -6,9 +6,11 @@
 #define LIBCUDA NULL /* the functions of fake_cuda.c, in this program */
 #include "../../h5chunk/native/core.c"
 #include "../../h5chunk/native/cuda.c"
+#include "../../h5chunk/native/maps.c"
 #include "../../h5chunk/native/rows.c"
 
 #include <stdio.h>
+#include <sys/mman.h>
 
 void set_fault(int kind, int from);
 int num_calls(void);
@@ -68,8 +70,8 @@ static void free_window(Window *window) {
     free(window->vectors);
 }
 
-/* Read all rows to places in reverse, one or two at a time, from blocks that lie in the file in reverse. */
-static void run_rows_of_blocks(int descriptor, int64_t rows_at_a_time, int fault) {
+/* Read all rows to places in reverse, one or two at a time, from blocks that lie in the file in reverse, or in its map. */
+static void run_rows_of_blocks(int descriptor, const uint8_t *map, int64_t rows_at_a_time, int fault) {
     enum { BLOCK_ROWS = 11, BLOCKS = ALL_ROWS / BLOCK_ROWS, COUNT = BLOCKS * BLOCK_ROWS };
     int64_t blocks[BLOCKS], rows[COUNT], places[COUNT], counts[COUNT], count = 0;
     for (int64_t block = 0; block < BLOCKS; block++) blocks[block] = (BLOCKS - 1 - block) * BLOCK_ROWS * ROW_BYTES;
@@ -85,7 +87,8 @@ static void run_rows_of_blocks(int descriptor, int64_t rows_at_a_time, int fault
     Job jobs[3] = {{0}};
     for (int64_t i = 0; i < 3; i++)
         jobs[i] = (Job){.kind = ROWS, .descriptor = descriptor, .offset = count * i / 3,
-                        .count = count * (i + 1) / 3 - count * i / 3, .source = &table};
+                        .count = count * (i + 1) / 3 - count * i / 3, .source = &table, .map = map,
+                        .mapped_bytes = sizeof data};
     Result result;
     set_fault(fault, 0);
     h5chunk_run(jobs, 3, &result);
@@ -98,6 +101,44 @@ static void run_rows_of_blocks(int descriptor, int64_t rows_at_a_time, int fault
     jobs[2].descriptor = -1;
     h5chunk_run(jobs, 3, &result);
     EXPECT(result.status == SYSTEM && result.job == 2);
+    free(out);
+}
+
+/* Copy a mapped file, also after it was cut short: within a page, the rest of which is zeros then, and before. */
+static void run_maps(int descriptor, const char *path) {
+    uint8_t *map = mmap(NULL, sizeof data, PROT_READ, MAP_SHARED, descriptor, 0), *out = malloc(sizeof data);
+    EXPECT(map != MAP_FAILED);
+    for (int64_t most = 1; most < 64; most++) { /* rows that begin at any address */
+        run_rows_of_blocks(descriptor, map, most, h5chunk_can_map() ? REFUSED : NONE);
+    }
+    int64_t first = 0, row = 0, end = sizeof data;
+    Rows table = {&first, 1, 1, &row, &end, &row, out};
+    Job job = {.kind = ROWS, .descriptor = descriptor, .count = 1, .source = &table, .map = map, .mapped_bytes = end};
+    Result result;
+    h5chunk_run(&job, 1, &result);
+    EXPECT(result.status == DONE && !memcmp(out, data, sizeof data));
+    job.mapped_bytes--; /* a row that ends behind the map is read in another way */
+    h5chunk_run(&job, 1, &result);
+    EXPECT(result.status == DONE);
+    job.mapped_bytes++;
+    for (int64_t left = end - 1; left > 0; left = left > 5 ? left / 2 : left - 1) {
+        EXPECT(!truncate(path, left));
+        h5chunk_run(&job, 1, &result);
+        EXPECT(result.status == CUT_SHORT && result.offset == left);
+    }
+    EXPECT(pwrite(descriptor, data, sizeof data, 0) == sizeof data);
+    EXPECT(!munmap(map, sizeof data));
+    char far_path[] = "/tmp/h5chunk-driver-XXXXXX"; /* rows far from the beginning of a file, at an odd address */
+    int far = mkstemp(far_path);
+    first = (1LL << 32) + 77;
+    job.mapped_bytes = first + end;
+    EXPECT(far >= 0 && pwrite(far, data, sizeof data, first) == sizeof data);
+    job.map = map = mmap(NULL, (size_t)job.mapped_bytes, PROT_READ, MAP_SHARED, job.descriptor = far, 0);
+    EXPECT(map != MAP_FAILED);
+    memset(out, 0, sizeof data);
+    h5chunk_run(&job, 1, &result);
+    EXPECT(result.status == DONE && !memcmp(out, data, sizeof data));
+    EXPECT(!munmap(map, (size_t)job.mapped_bytes) && !unlink(far_path));
     free(out);
 }
 
@@ -361,11 +402,12 @@ int main(void) {
     run_endings(descriptor, path);
     run_sending(descriptor);
     for (int i = 0; i < 6; i++) run_turns(descriptor, 1 + i % 3 * 2, i / 3);
+    run_maps(descriptor, path);
     EXPECT(!unlink(path));
     EXPECT(h5chunk_crc32((const uint8_t *)"123456789", 9, 0) == 0xCBF43926u);
     for (int fault = NONE; fault <= INTERRUPTED; fault++) {
-        run_rows_of_blocks(descriptor, 1, fault);
-        run_rows_of_blocks(descriptor, 2, fault);
+        run_rows_of_blocks(descriptor, NULL, 1, fault);
+        run_rows_of_blocks(descriptor, NULL, 2, fault);
     }
     run_cancelled(descriptor);
     run_gathered();

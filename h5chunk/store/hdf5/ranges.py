@@ -92,6 +92,10 @@ class OneFile:
         """Return the descriptor of the file."""
         return self._descriptor
 
+    def mapped(self, _number: int) -> tuple[int, int]:
+        """Return zeros, because the file is not mapped."""
+        return 0, 0
+
     def opened(self, _number: int) -> AbstractContextManager[int]:
         """Return the descriptor of the file in a context."""
         return nullcontext(self._descriptor)
@@ -147,6 +151,7 @@ class VectorTask:
     def jobs(self, files: Any) -> np.ndarray:
         """Return the jobs of the task for a `h5chunk.native.NativePool`: (n,) JOB."""
         self._jobs["descriptor"] = files.descriptor(self.file)
+        self._jobs["map"], self._jobs["mapped_bytes"] = files.mapped(self.file)
         return self._jobs
 
     def end(self) -> None:

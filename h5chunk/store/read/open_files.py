@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from h5chunk import native
 from h5chunk.errors import FileError, closed
 from h5chunk.remote.mirror import Descriptor, Hold, Mirror, page_runs
 from h5chunk.remote.pages import Runs
@@ -19,6 +21,7 @@ from h5chunk.store.hdf5.ranges import Ranges, open_descriptor
 from h5chunk.urls import local_copy_of
 
 MAX_OPEN = 64  # files of one source that may stay open
+UNMAPPED = np.empty(0, np.uint8)
 
 
 class OpenFiles:
@@ -36,6 +39,7 @@ class OpenFiles:
         first: dict[Path, int] = {}  # sources may be parts of the same file, whose descriptor they share
         self._first = [first.setdefault(path, number) for number, (path, _, _) in enumerate(self._files)]
         self._open: dict[int, int] = {}
+        self._maps: dict[int, np.ndarray] = {}
         self._lock, self._is_closed = threading.Lock(), False
 
     def descriptor(self, number: int) -> int:
@@ -50,6 +54,18 @@ class OpenFiles:
                 if descriptor is None:
                     descriptor = self._open[number] = self._open_checked(number)
         return descriptor
+
+    def mapped(self, number: int) -> tuple[int, int]:
+        """Map a file to memory, and return its address and size, which are valid until `close`.
+
+        Return zeros for files that are remote, or may not fit in the page cache, or if the system refuses.
+        """
+        number = self._first[number]
+        if number not in self._maps:
+            with self._lock:
+                self._maps.setdefault(number, _map(self._open.get(number)))
+        memory = self._maps[number]
+        return (memory.ctypes.data, len(memory)) if len(memory) else (0, 0)
 
     def opened(self, number: int) -> AbstractContextManager[int]:
         """Return a context with the descriptor of a file."""
@@ -93,6 +109,7 @@ class OpenFiles:
         with self._lock:  # no thread may open a file again
             self._is_closed = True
             opened, self._open = self._open, {}
+            self._maps.clear()
         for descriptor in opened.values():
             os.close(descriptor)
 
@@ -108,6 +125,16 @@ class OpenFiles:
             os.close(descriptor)
             raise
         return descriptor
+
+
+def _map(descriptor: int | None) -> np.ndarray:
+    if descriptor is None or isinstance(descriptor, Descriptor) or not native.can_map():
+        return UNMAPPED
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # ValueError: the file is empty
+        if os.fstat(descriptor).st_size <= memory // 2:
+            return np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), np.uint8)
+    return UNMAPPED
 
 
 def with_remedy(error: FileError, num_files: int) -> FileError:
