@@ -353,9 +353,12 @@ static void ask_for(const Job *job) {
 static int fill_vectors(const Job *job, const struct iovec *vectors, int count, int64_t num_bytes, int64_t offset,
                         Result *result) {
     if (!job->map) return read_vectors(job->descriptor, vectors, count, num_bytes, offset, result);
-    if (offset < 0 || num_bytes > job->mapped_bytes - offset) return -1;
-    for (const uint8_t *from = job->map + offset; count--; from += vectors++->iov_len)
-        h5chunk_stream(vectors->iov_base, from, (int64_t)vectors->iov_len);
+    for (; count--; vectors++) {
+        int64_t length = (int64_t)vectors->iov_len;
+        if (offset < 0 || length < 0 || length > job->mapped_bytes - offset) return -1;
+        h5chunk_stream(vectors->iov_base, job->map + offset, length);
+        offset += length;
+    }
     return 0;
 }
 
