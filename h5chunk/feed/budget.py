@@ -126,7 +126,8 @@ def make_source(
         thread_bytes = max((field.thread_bytes for field in fields.values()), default=0)
         num_threads = max(1, min(MAX_THREADS, available_cores(), DECODING_BYTES // max(1, thread_bytes)))
     has_frames = isinstance(h5reader, WindowReader)
-    subset, skipping = dataset.subset_samples, dataset.skipping
+    subset = dataset.subset_samples
+    skipping = None if dataset.skipping is None else replace(dataset.skipping, source=h5reader)
     return DataSource(
         h5reader, fields, why, numbered, layouts, device, num_threads, timeout_s, has_frames, subset, skipping
     )

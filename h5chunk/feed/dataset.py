@@ -683,8 +683,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         except FileError as error:
             if self.skipping is None or len(rows) < 2 or not is_of_data(error):
                 raise
-            errors_of = partial(self._errors_of, draws)
-            keys, _ = self.skipping.replaced(draws.samples, len(rows), draws.seed, draws.epoch, errors_of)
+            bad = self.skipping.find(draws.samples, partial(self._errors_of, draws))
+            keys, _ = self.skipping.replaced(draws.samples, len(rows), bad, draws)
             # as if they were not in order: rows of a matrix would be read with the bad rows of their chunks
             return self._read_drawn(draws._replace(samples=keys), shared=shared, ordered=False)
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from h5chunk.errors import FileError, WorkerError, closed, lost_by_fork, printable
 from h5chunk.feed.frames import FrameBuffers
+from h5chunk.feed.skipping import Bad
 from h5chunk.native import CANCELLED, DONE, Ending, LastingTasks, NativePool, NativeTasks, Result, available
 from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
@@ -42,6 +43,9 @@ class WindowRead:
         self, pool: ReadPool, slot: Any, window: Window, num_tasks: int, native: NativeTasks | None = None
     ) -> None:
         self.slot, self.window = slot, window
+        self.planned = window  # before bad samples were replaced
+        self.bad: Bad = {}
+        self._places: np.ndarray | None = None  # of samples in the slot, if some were replaced after they were read
         self.error: BaseException | None = None
         self.is_sent = False  # whether native threads have checked that the file is unchanged, and sent the window
         self._pool, self.native = pool, native
@@ -106,6 +110,18 @@ class WindowRead:
             waited.set()
         if self.at_end is not None:
             self.at_end()
+
+    def places_of(self, some: np.ndarray) -> np.ndarray:
+        """Return the places in the slot of some of the window's samples: (n,) int64."""
+        return some.copy() if self._places is None else self._places[some]
+
+    def replace(self, some: np.ndarray, keys: np.ndarray, places: np.ndarray) -> None:
+        """Replace some of the window's samples by others in the slot, given their keys and places."""
+        own = self.window.keys.copy()
+        own[some] = keys
+        self.window = self.window._replace(keys=own)
+        self._places = np.arange(len(own)) if self._places is None else self._places
+        self._places[some] = places
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the slot is filled. Raise the error of a failed task.

@@ -18,15 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from h5chunk.errors import WorkerError
+from h5chunk.errors import FileError, WorkerError
 from h5chunk.feed.batches import BatchMaker, EpochReport, Tensors
 from h5chunk.feed.budget import LOADING_SLOTS, DataSource
 from h5chunk.feed.frames import FrameLayout, Frames
 from h5chunk.feed.layout import FieldLayout, slot_bytes
+from h5chunk.feed.skipping import Bad, check_skipped
 from h5chunk.feed.slots import KEPT, BatchMemory, Fields, gather, to_device
-from h5chunk.feed.stream import WindowStream
+from h5chunk.feed.stream import BadSamplesError, WindowStream
 from h5chunk.native import DONE, GATHER, JOB, NativePool, available
-from h5chunk.plan.draws import Draws
+from h5chunk.plan.draws import REPEAT, Draws
 from h5chunk.plan.order import Epoch, Order
 from h5chunk.plan.selection import FixedSelection
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
@@ -46,9 +47,17 @@ class Resident:
 
     def __init__(self, source: DataSource, piece_samples: int, echo: float) -> None:
         """Read all samples, in the order of the file, ``piece_samples`` at a time."""
-        self._device, self._echo, self._subset = source.device, echo, source.subset
+        self._device, self._echo, self._skipping, self._bad = source.device, echo, source.skipping, Bad()
         self._fields: list[Any] = []
-        self._read(source, piece_samples)
+        while True:
+            self._subset = source.subset
+            try:
+                self._read(source, piece_samples)
+                break
+            except BadSamplesError as error:
+                self._bad |= error.bad
+            samples = np.arange(source.reader.num_samples) if source.subset is None else source.subset
+            source = replace(source, subset=np.setdiff1d(samples, list(self._bad)))
         self._memory = BatchMemory(KEPT * len(source.layouts)) if source.device.type == "cpu" else None
         self._ahead: GatherAhead | None = None
         if self._memory is not None and available() and all(isinstance(field, torch.Tensor) for field in self._fields):
@@ -92,38 +101,75 @@ class Resident:
         if not isinstance(order, Order) or not order.has_equal_batches:
             yield from self._one_by_one(order, maker, report, start)
             return
-        keys = self._plan(order).result()[start * order.batch_size :]
+        planned = self._plan(order).result()[start * order.batch_size :]
         report.waited_s += time.perf_counter() - report.started
         self._plan(replace(order, epoch=order.epoch + 1))
         fresh = order.num_batches - start
-        for number, batch in enumerate(self._batches(keys, order, maker, fresh)):
+        for number, batch in enumerate(self._batches(planned, order, maker, fresh, report)):
             report.add(maker.num_samples(batch), fresh=number < fresh)
             yield maker.finish(batch)
 
     def _one_by_one(self, order: Epoch, maker: BatchMaker, report: EpochReport, start: int) -> Iterator[Any]:
-        for keys in order.keys(start):
-            samples = self._positions(order.numbers_of(keys))
+        for planned in order.keys(start):
+            keys = self._without_bad(planned, max(1, len(planned)), order, report)
+            samples = self._positions(keys % REPEAT if self._bad else order.numbers_of(keys))
             numbers = SampleNumbers(samples, to_device(samples, self._device))
             fields, draws = gather(self._all(maker), numbers, self._memory), Draws(order.seed, order.epoch, keys)
-            for batch in maker.make(fields, draws, max(1, len(keys))):
+            try:
+                made = maker.make(fields, draws, max(1, len(keys)))
+            except FileError as error:
+                check_skipped(self._skipping, error)
+                made = [self._made_again(planned, keys, order, maker, report)]
+            for batch in made:
                 report.add(len(keys), fresh=True)
                 yield maker.finish(batch)
 
-    def _batches(self, keys: np.ndarray, order: Order, maker: BatchMaker, fresh: int) -> Iterator[Tensors]:
+    def _without_bad(self, keys: np.ndarray, batch_size: int, order: Epoch, report: EpochReport) -> np.ndarray:
+        """Replace the samples that could not be read."""
+        if self._skipping is not None and self._bad:
+            keys, replaced = self._skipping.replaced(keys, batch_size, self._bad, order)
+            report.add_skipped(replaced)
+        return keys
+
+    def _made_again(
+        self, planned: np.ndarray, keys: np.ndarray, order: Epoch, maker: BatchMaker, report: EpochReport, use: int = 0
+    ) -> Tensors:
+        """Make a batch, of which samples that turn out to be bad are replaced by others."""
+        assert self._skipping is not None
+
+        def make(own: np.ndarray) -> Tensors:
+            samples = self._positions(own % REPEAT)
+            numbers = SampleNumbers(samples, to_device(samples, self._device))
+            fields = gather(self._all(maker), numbers, self._memory)
+            return maker.make(fields, Draws(order.seed, order.epoch, own, use), len(own))[0]
+
+        _, batch, replaced = self._skipping.remade(planned, keys, self._bad, order, make)
+        report.add_skipped(replaced)
+        return batch
+
+    def _batches(
+        self, planned: np.ndarray, order: Order, maker: BatchMaker, fresh: int, report: EpochReport
+    ) -> Iterator[Tensors]:
         """Yield the fresh batches, then the echoed batches. Small batches are gathered several at a time."""
+        keys = self._without_bad(planned, order.batch_size, order, report)
         left = fresh + num_echoed(self._echo, fresh)
         without = fresh - math.ceil(len(keys) / order.batch_size)  # 1 if the last batch is empty
         together = 1 if self._memory is not None else maker.num_gathered(order.batch_size)
         if self._ahead is not None and maker.changes_nothing:
             together = self._ahead.num_together(order.batch_size)
         for number in count():
-            samples = self._positions(order.numbers_of(keys))
+            samples = self._positions(keys % REPEAT if self._bad else order.numbers_of(keys))
             draws = Draws(order.seed, order.epoch, keys, number, kept={}, whole=keys)
             first, size = 0, together * order.batch_size
             for gathered in self._gathered(samples, size, maker, order.batch_size):
                 if not left:
                     return
-                made = maker.make(gathered, draws.part(first, first + size), order.batch_size)
+                own = slice(first, first + size)
+                try:
+                    made = maker.make(gathered, draws.part(first, first + size), order.batch_size)
+                except FileError as error:
+                    check_skipped(self._skipping, error)
+                    made = [self._made_again(planned[own], keys[own], order, maker, report, number)]
                 first += size
                 yield from made[:left]
                 left -= len(made[:left])
@@ -134,7 +180,8 @@ class Resident:
                 left -= 1
             if not left:
                 return
-            keys = keys[echo_pass(len(keys), order.seed, order.epoch, 0, number)]
+            shuffled = echo_pass(len(keys), order.seed, order.epoch, 0, number)
+            keys, planned = keys[shuffled], planned[shuffled]
 
     def _positions(self, samples: np.ndarray) -> np.ndarray:
         """Convert sample numbers in the file to positions in the data that is kept."""

@@ -14,9 +14,10 @@ import tempfile
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ PARTS = 8  # into which samples are divided that cannot be read together
 NAMED = 3  # bad samples that an error names
 STREAM = 1 << 21  # of random numbers that choose replacements; those of transforms have smaller numbers
 
+Bad = dict[int, BaseException]  # the errors of samples by their numbers in the files
 Errors = Callable[[Sequence[np.ndarray]], Sequence[BaseException | None]]
 
 
@@ -114,61 +116,23 @@ class Skipping:
     @property
     def bad_samples(self) -> list[BadSample]:
         """The bad samples of this data set that any process has found so far, in the order in which they were found."""
-        found = self.log.found()
-        rows = self._own(np.array(list(found), np.int64))
-        numbers = self._numbers(rows).tolist()
-        return [BadSample(number, *found[row]) for number, row in zip(numbers, rows.tolist(), strict=True)]
+        return self.described(self._own(np.array(list(self.log.found()), np.int64)))
 
-    def replaced(
-        self, keys: np.ndarray, sizes: int | Sequence[int], seed: int, epoch: int, errors_of: Errors
-    ) -> tuple[np.ndarray, list[BadSample]]:
-        """Replace the bad samples of some batches, and return the new keys and the samples that were replaced.
+    def find(self, keys: np.ndarray, errors_of: Errors) -> Bad:
+        """Read samples in ever smaller parts, and return the error of each that is bad, by its number in the files.
 
-        ``keys``, (n,) int64, are the keys of the samples, batch after batch, and ``sizes`` the number of samples in
-        each batch. ``errors_of`` tries to read the samples of several arrays of keys, and returns the error or None for
-        each of them.
+        ``keys``, (n,) int64, are the keys of the samples. ``errors_of`` tries to read the samples of several arrays of
+        keys, and returns the error or None for each of them. As requests to object stores are repeated until a
+        deadline, it then gets all samples, one by one, at the same time.
 
-        A replacement is a random sample of the same batch. It depends on the seed, the epoch and the bad sample. It is
-        never longer than the bad sample if there is such a one, so that memory which was planned for the batch
-        suffices. If all samples of a batch are bad, they are replaced by those of a later batch in the window.
-
-        Raises
-        ------
-        FileError
-            All samples are bad, or more than `max_skipped` of the data set's samples are; or the error is not due to
-            damaged data, and thus raised as it is.
-        """
-        rows = keys % REPEAT
-        distinct = np.unique(keys)
-        bad = self._find_bad(distinct[np.argsort(distinct % REPEAT, kind="stable")], errors_of)
-        if not bad:  # another read may succeed
-            return keys, []
-        self._add(bad)
-        is_bad = np.isin(rows, list(bad))
-        if is_bad.all():
-            raise FileError(f"{self._where}: all samples that are read together are bad: {_listed(bad)}")
-        size = sizes if isinstance(sizes, int) else 0
-        ends = np.arange(size, len(keys) + size, size) if size else np.cumsum(sizes)
-        batch = np.searchsorted(ends, np.arange(len(keys)), "right")
-        keys = keys.copy()
-        for number in np.unique(batch[is_bad]).tolist():
-            places = np.flatnonzero(is_bad & (batch == number))
-            later = (batch[~is_bad] - number) % len(ends)  # how many batches later the good samples are
-            good = np.flatnonzero(~is_bad)[later == later.min()]
-            chosen = rows[self._choose(rows, places, good, Draws(seed, epoch, keys[places]))]
-            keys[places] = chosen + REPEAT * (MOST_REPEATS - 1 - _occurrences(chosen))  # for other random numbers
-        numbers = self._numbers(rows[is_bad]).tolist()
-        found = self.log.found()
-        return keys, [BadSample(n, *found[row]) for n, row in zip(numbers, rows[is_bad].tolist(), strict=True)]
-
-    def _find_bad(self, keys: np.ndarray, errors_of: Errors) -> dict[int, FileError]:
-        """Read samples, which are ascending, in ever smaller parts, and return the error of each that is bad.
-
-        Requests to object stores are repeated until a deadline, so that all samples are then read at the same time.
+        Raises FileError if more than `max_skipped` of the data set's samples are bad, or for an error that is not due
+        to damaged data.
         """
         self.source.check_unchanged()
+        keys = np.unique(keys)
+        keys = keys[np.argsort(keys % REPEAT, kind="stable")]
         most = len(keys) if self.source.is_remote else PARTS
-        bad: dict[int, FileError] = {}
+        bad: Bad = {}
         groups = [np.array_split(keys, min(most, len(keys)))]
         while groups and len(bad) <= self._limit:
             parts = groups.pop()
@@ -180,24 +144,85 @@ class Skipping:
                 if len(part) > 1:
                     groups.append(np.array_split(part, min(most, len(part))))
                 else:
-                    assert isinstance(error, FileError)
                     bad[int(part[0]) % REPEAT] = error
         self.source.check_unchanged()
-        return dict(sorted(bad.items()))
+        if bad:
+            self._add(dict(sorted(bad.items())))
+        return bad
 
-    def _choose(self, rows: np.ndarray, places: np.ndarray, good: np.ndarray, draws: Draws) -> list[int]:
-        """Return one of the places ``good`` for each bad one, given the samples at all places."""
+    def replaced(
+        self, keys: np.ndarray, sizes: int | Sequence[int], bad: Bad, order: Any
+    ) -> tuple[np.ndarray, list[BadSample]]:
+        """Replace the bad samples of some batches, and return the new keys, and the samples that were replaced.
+
+        ``keys``, (n,) int64, are the keys of the samples, batch after batch, and ``sizes`` the number of samples in
+        each batch. ``bad`` has what `find` returned. ``order`` has the seed and the epoch.
+
+        A replacement is a random sample of the same batch. It depends on the seed, the epoch and the bad sample. It is
+        never longer than the bad sample if there is such a one, so that memory which was planned for the batch
+        suffices. If all samples of a batch are bad, they are replaced by those of the next batch. Raises FileError if
+        all samples are bad.
+        """
+        rows = keys % REPEAT
+        is_bad = np.isin(rows, list(bad))
+        if not is_bad.any():  # another read may succeed
+            return keys, []
+        if is_bad.all():
+            raise FileError(f"{self._where}: all samples that are read together are bad: {_listed(bad)}")
+        keys = keys.copy()
+        for places, good in _batches_with_bad(is_bad, sizes):
+            chosen = self._choose(rows, places, good, Draws(order.seed, order.epoch, keys[places]))
+            # keys of other repetitions, for other random numbers
+            keys[places] = chosen + REPEAT * (MOST_REPEATS - 1 - _occurrences(chosen))
+        return keys, self.described(rows[is_bad])
+
+    def remade(
+        self, planned: np.ndarray, keys: np.ndarray, bad: Bad, order: Any, make: Callable[[np.ndarray], Any]
+    ) -> tuple[np.ndarray, Any, list[BadSample]]:
+        """Make a batch some of whose samples turn out to be bad only then, because their images cannot be decoded.
+
+        ``planned`` and ``keys`` are the keys of its samples before and after those in ``bad``, which could not even be
+        read, were replaced. ``make`` makes a batch of some of them. Returns the new keys, the batch, and the samples
+        that were replaced.
+        """
+
+        def errors_of(parts: Sequence[np.ndarray]) -> list[FileError | None]:
+            errors: list[FileError | None] = []
+            for part in parts:
+                error = None
+                try:
+                    make(part)
+                except FileError as failure:
+                    error = failure
+                errors.append(error)
+            return errors
+
+        found = self.find(keys, errors_of)
+        keys, _ = self.replaced(planned, len(planned), {**bad, **found}, order)
+        return keys, make(keys), self.described(planned[np.isin(planned % REPEAT, list(found))])
+
+    def described(self, keys: np.ndarray) -> list[BadSample]:
+        """Return the names of bad samples, and what is wrong with them, given their keys."""
+        rows = keys % REPEAT
+        found, numbers = self.log.found(), self._numbers(rows).tolist()
+        return [BadSample(number, *found[row]) for number, row in zip(numbers, rows.tolist(), strict=True)]
+
+    def _choose(self, rows: np.ndarray, places: np.ndarray, good: np.ndarray, draws: Draws) -> np.ndarray:
+        """Return a good sample for each bad one, given the samples ``rows``, and the places of both in them."""
         indptrs = [self.source.indptr_of(name) for name in self.source.ragged_fields]
-        lengths = np.array([indptr[rows + 1] - indptr[rows] for indptr in indptrs]).reshape(len(indptrs), len(rows))
-        total, chosen = lengths.sum(axis=0), []
-        for place, random in zip(places.tolist(), draws.uniform(STREAM, 1)[0].tolist(), strict=True):
-            fitting = good[(lengths[:, good] <= lengths[:, place, None]).all(axis=0)]
-            if not len(fitting):
-                fitting = good[[total[good].argmin()]]
-            chosen.append(int(fitting[int(random * len(fitting))]))
-        return chosen
+        lengths = [
+            np.array([indptr[some + 1] - indptr[some] for indptr in indptrs]) for some in (rows[good], rows[places])
+        ]
+        chosen = []
+        for number, random in enumerate(draws.uniform(STREAM, 1)[0].tolist()):
+            fitting = rows[good]
+            if indptrs:
+                fits = (lengths[0] <= lengths[1][:, number, None]).all(axis=0)
+                fitting = fitting[fits] if fits.any() else fitting[[lengths[0].sum(axis=0).argmin()]]
+            chosen.append(fitting[int(random * len(fitting))])
+        return np.array(chosen, np.int64)
 
-    def _add(self, bad: dict[int, FileError]) -> None:
+    def _add(self, bad: Bad) -> None:
         """Log bad samples, with a warning about the first one. Raise FileError if there are too many."""
         known = self.log.found()
         new = np.array([row for row in bad if row not in known], np.int64)
@@ -255,6 +280,19 @@ class Skipping:
         return rows if self.subset is None else np.searchsorted(self.subset, rows)
 
 
+def _batches_with_bad(is_bad: np.ndarray, sizes: int | Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For each batch with bad samples, yield their places, and those of good ones, in it or else in the next batch."""
+    ends = range(sizes, len(is_bad) + sizes, sizes) if isinstance(sizes, int) else list(accumulate(sizes))
+    bounds = list(pairwise([0, *ends]))
+    for number in np.unique(np.searchsorted(ends, np.flatnonzero(is_bad), "right")).tolist():
+        for start, stop in (*bounds[number:], *bounds[:number]):
+            good = start + np.flatnonzero(~is_bad[start:stop])
+            if len(good):
+                break
+        first, end = bounds[number]
+        yield first + np.flatnonzero(is_bad[first:end]), good
+
+
 def _occurrences(rows: Iterable[int]) -> np.ndarray:
     """Return how often each number has occurred before."""
     seen: Counter[int] = Counter()
@@ -265,8 +303,14 @@ def _occurrences(rows: Iterable[int]) -> np.ndarray:
     return np.array(counts, np.int64)
 
 
-def _listed(bad: dict[int, FileError]) -> str:
-    return "; ".join(str(error) for error in list(bad.values())[:NAMED])
+def _listed(bad: Bad) -> str:
+    return "; ".join(list(dict.fromkeys(map(str, bad.values())))[:NAMED])
+
+
+def check_skipped(skipping: Skipping | None, error: FileError) -> None:
+    """Raise an error unless it is due to damaged data, which is to be skipped."""
+    if skipping is None or not is_of_data(error):
+        raise error
 
 
 def check_on_error(on_error: Any, max_skipped: Any) -> SkipLog | None:

@@ -58,19 +58,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from h5chunk.errors import FileError, closed, is_of_data, lost_by_fork
+from h5chunk.errors import FileError, closed, lost_by_fork
 from h5chunk.feed.batches import BatchMaker, EpochReport, Tensors, drop, with_images
 from h5chunk.feed.budget import DataSource
 from h5chunk.feed.cuda_slots import CudaSlot, PinnedBuffer, num_pinned
 from h5chunk.feed.fetches import RemoteReadPool
 from h5chunk.feed.layout import slot_bytes
 from h5chunk.feed.read_pool import ReadPool, WindowRead
+from h5chunk.feed.skipping import Bad, check_skipped
 from h5chunk.feed.slots import KEPT, BatchMemory, CpuSlot, Fields
-from h5chunk.plan.draws import Draws
+from h5chunk.plan.draws import REPEAT, Draws
 from h5chunk.plan.order import Epoch, Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 
 PLANNED = 12  # windows to plan at a time, once at most that many planned windows remain
+
+
+class BadSamplesError(Exception):
+    """Some samples of a window that is read only once are bad. ``bad`` has their errors."""
+
+    def __init__(self, bad: Bad) -> None:
+        super().__init__()
+        self.bad = bad
 
 
 class _Planner:
@@ -420,7 +429,7 @@ class WindowStream:
                     while not begun or (len(begun) <= maker.ahead and self._is_batch_ready(order, number + len(begun))):
                         begun.append(self._begin_batch(order, maker, next(due), windows))
                     read, batch = begun.popleft()
-                    batch = with_images(batch)
+                    batch = self._with_images(read, batch, order, maker, number)
                 else:
                     read, batch = self._begin_batch(order, maker, number, windows)
                 last = number == read.window.batches[-1]
@@ -483,8 +492,7 @@ class WindowStream:
                 self._report.waited_s += time.perf_counter() - waits
             read.wait()
         except FileError as error:
-            if self._source.skipping is None or not is_of_data(error):
-                raise
+            check_skipped(self._source.skipping, error)
             self._replace_bad(read, order)
         read.slot.receive()
 
@@ -492,14 +500,46 @@ class WindowStream:
         """Read a window again, in which bad samples are replaced by good ones."""
         skipping, window = self._source.skipping, read.window
         assert skipping is not None
-        sizes = window.sizes or order.batch_size
-        keys, bad = skipping.replaced(window.keys, sizes, order.seed, order.epoch, self._errors_of)
-        self._report.add_skipped(bad)
+        read.bad = skipping.find(window.keys, self._errors_of)
+        if self._once and read.bad:
+            raise BadSamplesError(read.bad)
+        keys, replaced = skipping.replaced(window.keys, window.sizes or order.batch_size, read.bad, order)
+        self._report.add_skipped(replaced)
         read.window, read.error = Window.of(keys, window.batches, window.sizes), None
         for other in [] if read.slot.has_pinned else list(self._open):
             other.wait_for_threads(self._pool.timeout_s)
         again = self._pool.load(read.window, read.slot)
         again.wait(self._pool.timeout_s)
+
+    def _with_images(self, read: WindowRead, batch: Tensors, order: Epoch, maker: BatchMaker, number: int) -> Tensors:
+        """Wait for the images of a batch. Bad ones are replaced, with the other fields, by other samples."""
+        try:
+            return with_images(batch)
+        except FileError as error:
+            drop(batch)
+            check_skipped(self._source.skipping, error)
+        sizes = read.window.sizes or [order.batch_size] * len(read.window.batches)
+        index = list(read.window.batches).index(number)
+        start = sum(sizes[:index])
+        return self._made_again(read, np.arange(start, min(start + sizes[index], len(read.window.keys))), order, maker)
+
+    def _made_again(self, read: WindowRead, some: np.ndarray, order: Epoch, maker: BatchMaker, use: int = 0) -> Tensors:
+        """Make a batch of ``some`` of a window's samples, of which bad ones are replaced by others of the batch."""
+        skipping, keys = self._source.skipping, read.window.keys[some]
+        assert skipping is not None
+        place_of = dict(zip((keys % REPEAT).tolist(), read.places_of(some).tolist(), strict=True))
+
+        def places_of(own: np.ndarray) -> np.ndarray:
+            return np.array([place_of[row] for row in (own % REPEAT).tolist()])
+
+        def make(own: np.ndarray) -> Tensors:
+            draws = Draws(order.seed, order.epoch, own, use)
+            return maker.make(read.slot.gather(places_of(own)), draws, len(own))[0]
+
+        keys, batch, replaced = skipping.remade(read.planned.keys[some], keys, read.bad, order, make)
+        self._report.add_skipped(replaced)
+        read.replace(some, keys, places_of(keys))
+        return batch
 
     def _errors_of(self, parts: Sequence[np.ndarray]) -> list[BaseException | None]:
         """Try to read the samples of several arrays of keys, and return the error or None for each of them."""
@@ -524,7 +564,12 @@ class WindowStream:
             for first in range(0, max(1, len(samples)), size):  # at least one batch, if this rank has no samples
                 some = samples[first : first + size]
                 draws = Draws(order.seed, order.epoch, window.keys[some], number + 1)
-                yield from maker.make(read.slot.gather(some), draws, size)
+                try:
+                    batches = maker.make(read.slot.gather(read.places_of(some)), draws, size)
+                except FileError as error:
+                    check_skipped(self._source.skipping, error)
+                    batches = [self._made_again(read, some, order, maker, number + 1)]
+                yield from batches
 
     def _release(self, read: WindowRead) -> None:
         self._put_back(read)

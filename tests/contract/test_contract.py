@@ -441,14 +441,17 @@ def test_skip_loader(made: Made, monkeypatch: pytest.MonkeyPatch, way: dict[str,
     unreadable(monkeypatch, BAD)
     dataset = made.open(numbered=True, **SKIP)
     sampler = h5chunk.ChunkSampler(dataset, BATCH, seed=1)
-    text = f"sample {BAD} .*cannot be read, so that another.*row {BAD} is damaged"
-    with h5chunk.ChunkLoader(dataset, BATCH, seed=1, **way) as loader, pytest.warns(UserWarning, match=text):
-        for epoch in range(2):
-            sampler.set_epoch(epoch)
-            expected = numbers_in(made, dataset, DataLoader(dataset, batch_sampler=sampler), epoch)
-            assert numbers_in(made, dataset, loader, epoch) == expected
-            assert loader.report.skipped == len(loader.report.bad_samples) > 0
-            assert {*loader.report.bad_samples} <= {*dataset.skipped}
+    text = f"sample .*cannot be read, so that another.*row {BAD} is damaged"
+    with pytest.warns(UserWarning, match=text):
+        dataset[range(len(dataset))]
+    for resident in (False, True) if made.kind.empty.get("resident") is None else (False,):
+        with h5chunk.ChunkLoader(dataset, BATCH, seed=1, resident=resident, **way) as loader:
+            for epoch in range(2):
+                sampler.set_epoch(epoch)
+                expected = numbers_in(made, dataset, DataLoader(dataset, batch_sampler=sampler), epoch)
+                assert numbers_in(made, dataset, loader, epoch) == expected
+                assert loader.report.skipped == len(loader.report.bad_samples) > 0
+                assert {*loader.report.bad_samples} <= {*dataset.skipped}
 
 
 @feature

@@ -1,0 +1,326 @@
+"""``on_error="skip"``: samples that cannot be read are replaced by others of their batch, counted and named."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Iterable
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.damaged_chunks import damage
+from support.flipped_bits import flip, places
+from support.foreign import make_file, values
+from torch.utils.data import DataLoader
+
+from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler, Mix, convert
+from h5chunk.errors import ChangedError, FileError, OptionError
+from h5chunk.stamp import stamp_of
+from h5chunk.transforms import RandomResizedCrop
+
+N, CHUNK, BATCH = 200, 5, 16
+SHAPE = (3, 4)
+IMAGES = values((N, *SHAPE), np.float32)
+BAD = {*range(15, 20), *range(100, 105)}  # chunks 3 and 20
+
+pytestmark = pytest.mark.filterwarnings("ignore:sample .* cannot be read, so that another sample:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    images = IMAGES, {"chunks": (CHUNK, *SHAPE), "compression": "gzip"}
+    made = make_file(tmp_path_factory.mktemp("skip") / "a.h5", images=images, labels=(np.arange(N), {}))
+    for chunk in (3, 20):
+        damage(made, chunk, "images")
+    return made
+
+
+def opened(path: Path, **options: Any) -> ChunkDataset:
+    given = {"fields": ["images", "labels", "sample_number"], "on_error": "skip", "max_skipped": 0.1, **options}
+    return ChunkDataset(path, **given)
+
+
+def checked(batches: Iterable[Any]) -> list[list[int]]:
+    """The sample numbers of each batch, whose images and labels are those of the samples."""
+    found = []
+    for images, labels, numbers in batches:
+        np.testing.assert_array_equal(images, IMAGES[numbers.numpy()])
+        assert (labels == numbers).all()
+        found.append(numbers.tolist())
+    return found
+
+
+def loaded(dataset: ChunkDataset, epochs: int = 2, **options: Any) -> list[list[int]]:
+    with ChunkLoader(dataset, BATCH, **options) as loader:
+        return [numbers for _ in range(epochs) for numbers in checked(loader)]
+
+
+def test_batches(path):
+    """A batch keeps its size, its good samples and their places; the others are random ones of these."""
+    dataset = opened(path)
+    sampler = ChunkSampler(dataset, BATCH)
+    replacements = set()
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        batches = [batch.tolist() for batch in sampler.order.batches()]
+        with ChunkLoader(dataset, batch_sampler=sampler) as loader:
+            found = checked(loader)
+            assert loader.report.skipped == len(BAD)
+            assert {sample.number for sample in loader.report.bad_samples} == BAD
+        for own, planned in zip(found, batches, strict=True):
+            for one, other in zip(own, planned, strict=True):
+                assert one == other if other not in BAD else one in {*planned} - BAD
+                replacements |= {one} if other in BAD else set()
+    assert len(replacements) > 10
+    assert sorted(sample.number for sample in dataset.skipped) == sorted(BAD)
+    assert all("a.h5: field 'images', chunk" in sample.reason for sample in dataset.skipped)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_threads": 1}, {"reuse": True}, {"reader": "h5py"}, {"resident": True}, {"memory_bytes": 200_000}]
+)
+@pytest.mark.filterwarnings("ignore:field .* is read through h5py")
+def test_all_loaders_have_the_same_batches(path, options):
+    assert loaded(opened(path), **options) == loaded(opened(path))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataloader_has_the_batches_of_a_loader(path, workers):
+    dataset = opened(path)
+    sampler = ChunkSampler(dataset, BATCH, num_workers=max(1, workers))
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers)
+    found = checked(loader) + checked(loader)
+    with ChunkLoader(dataset, batch_sampler=ChunkSampler(dataset, BATCH, num_workers=max(1, workers))) as own:
+        assert found == checked(own) + checked(own)
+    assert {sample.number for sample in dataset.skipped} == BAD
+
+
+def test_a_single_sample_and_a_shuffled_dataloader(path):
+    dataset = opened(path)
+    with pytest.raises(FileError, match="chunk 3 is damaged"):
+        dataset[17]
+    assert checked(DataLoader(dataset, BATCH, shuffle=True)) and dataset.skipped
+    assert dataset[[17, 3]][2].tolist() == [3, 3]
+
+
+def test_echoes_are_of_good_samples(path):
+    for resident in (False, True):
+        found = loaded(opened(path), echo=2, resident=resident)
+        assert len(found) == 4 * (N // BATCH + 1) and not BAD & {number for batch in found for number in batch}
+
+
+def test_the_last_batch_and_small_batches(path):
+    """If all samples of a batch are bad, the next batch of the window has replacements."""
+    dataset = opened(path)
+    with ChunkLoader(dataset, batch_sampler=ChunkSampler(dataset, 2, window_chunks=4)) as loader:
+        found = checked(loader)
+    assert len(found) == N // 2 and not BAD & {number for batch in found for number in batch}
+    lists = [[1, 2], [16, 17], [3]]
+    with ChunkLoader(dataset, batch_sampler=lists) as loader:
+        assert [set(batch) for batch in checked(loader)][::2] == [{1, 2}, {3}]
+    with (
+        ChunkLoader(dataset, batch_sampler=[[16, 17], [103]]) as loader,
+        pytest.raises(FileError, match=r"are bad: .*3 is"),
+    ):
+        list(loader)
+    with pytest.raises(FileError, match=r"all samples that are read together are bad: .*chunk 3 is damaged"):
+        dataset[[16, 17]]
+
+
+def test_resuming(path):
+    expected = loaded(opened(path))
+    for taken in (1, 5, 11):
+        with ChunkLoader(opened(path), BATCH) as loader:
+            assert checked(islice(loader, taken)) == expected[:taken]
+            state = loader.state_dict()
+        with ChunkLoader(opened(path), BATCH) as loader:
+            loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+            assert checked(loader) + checked(loader) == expected[taken:]
+
+
+def test_ranks(path):
+    """All have as many batches as without bad samples, and no good sample is lost."""
+    found = []
+    for rank in range(2):
+        dataset = opened(path)
+        sampler = ChunkSampler(dataset, BATCH // 2, rank=rank, world_size=2)
+        with ChunkLoader(dataset, batch_sampler=sampler) as loader:
+            found.append(checked(loader))
+        assert [*map(len, found[-1])] == [len(batch) for batch in sampler.order.batches()]
+    assert {number for batches in found for batch in batches for number in batch} == {*range(N)} - BAD
+
+
+def test_subsets_count_their_own(path):
+    dataset = opened(path)
+    part = dataset.subset(range(90, N))
+    with ChunkLoader(part, BATCH) as loader:
+        for images, labels, numbers in loader:
+            np.testing.assert_array_equal(images, IMAGES[labels])
+            assert (labels == numbers + 90).all()
+    assert sorted(sample.number for sample in part.skipped) == [10, 11, 12, 13, 14]
+    assert sorted(sample.number for sample in dataset.skipped) == [*range(100, 105)]
+    assert not dataset.subset(range(90)).skipped
+    with pytest.raises(FileError, match=r"2 samples of 10 .* max_skipped=0.1 allows"):
+        loaded(dataset.subset([*range(92, 100), 100, 101]))
+
+
+def test_too_many(path):
+    with pytest.raises(FileError, match=r"samples of 200 cannot be read, .* max_skipped=0.01 allows: .*chunk \d+ is"):
+        loaded(ChunkDataset(path, on_error="skip"))
+    with pytest.raises(FileError, match=r"max_skipped=0.01 allows"):
+        list(DataLoader(ChunkDataset(path, on_error="skip"), BATCH))
+    with pytest.raises(FileError, match=r"max_skipped=0.04 allows"):
+        loaded(opened(path, max_skipped=0.04), resident=True)
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_warning(path):
+    dataset = opened(path)
+    with pytest.warns(
+        UserWarning, match="cannot be read, so that another sample .*chunk .* is damaged.*no warning about"
+    ):
+        dataset[:32]
+    with ChunkLoader(dataset, BATCH) as loader:  # no other one
+        list(loader)
+
+
+def test_labels_that_are_damaged(tmp_path):
+    """A small field is otherwise read once, as a whole."""
+    labels = np.arange(N), {"chunks": (CHUNK,), "compression": "gzip"}
+    made = make_file(tmp_path / "a.h5", images=(IMAGES, {}), labels=labels)
+    damage(made, 3, "labels")
+    for options in ({}, {"resident": True}):
+        assert not {*range(15, 20)} & {number for batch in loaded(opened(made), **options) for number in batch}
+    assert checked(DataLoader(opened(made), BATCH))
+
+
+@pytest.mark.parametrize("checksums", ["first", "always"])
+def test_checksums(tmp_path, checksums):
+    convert({"images": IMAGES, "labels": np.arange(N)}, tmp_path / "a.h5", chunk_samples=CHUNK)
+    whole = {tuple(images.ravel().tolist()): int(label) for images, label in ChunkDataset(tmp_path / "a.h5")}
+    chunk = next(offset for name, number, offset, _ in places(tmp_path / "a.h5") if (name, number) == ("images", 2))
+    flip(tmp_path / "a.h5", chunk)
+    dataset = opened(tmp_path / "a.h5", checksums=checksums)
+    with ChunkLoader(dataset, BATCH) as loader:
+        for _ in range(2):
+            for images, labels, numbers in loader:
+                assert [whole[tuple(each.ravel().tolist())] for each in images] == labels.tolist()
+                assert not {10, 11, 12, 13, 14} & {*numbers.tolist()}
+            assert loader.report.skipped == CHUNK
+    assert all("does not match its checksum" in sample.reason for sample in dataset.skipped)
+
+
+@pytest.mark.parametrize("options", [{}, {"reuse": True}, {"resident": True}])
+def test_rows_that_point_outside(tmp_path, options):
+    """As if the file had always been shorter. Rows without filters are read in another way than chunks."""
+    images = np.repeat(IMAGES, 32, axis=1)
+    made = make_file(tmp_path / "a.h5", labels=(np.arange(N), {}), images=(images, {}))
+    loader, strict = (ChunkLoader(opened(made, on_error=each), BATCH, **options) for each in ("skip", "raise"))
+    os.truncate(made, made.stat().st_size - 3 * images[0].nbytes)
+    for each in (loader, strict):
+        each._source.reader.stamp = stamp_of(made)
+    with strict, pytest.raises(FileError, match="cut short"):
+        list(strict)
+    with loader:
+        for own, labels, numbers in chain(loader, loader):
+            np.testing.assert_array_equal(own, images[labels.numpy()])
+            assert (labels == numbers).all() and not {197, 198, 199} & {*numbers.tolist()}
+        assert loader.report.skipped == 3
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 images of several sizes, two of which are not images."""
+    folder, random = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for number in range(60):
+        image = folder / f"photos/{number % 3}/{number:02}.jpg"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 255, (40 + number % 5, 50, 3), np.uint8)).save(image)
+    convert(folder / "photos", folder / "a.h5", chunk_samples=4, keep_encoded=True)
+    with h5py.File(folder / "a.h5", "r+") as file:
+        for number in (7, 33):
+            file["images/data"][file["images/offsets"][number] :][:60] = 0
+            start = int(file["images/offsets"][number])
+            file["images/data"][start : start + 60] = 0
+    return folder / "a.h5"
+
+
+@pytest.mark.parametrize("options", [{}, {"num_threads": 1}, {"reuse": True}, {"resident": True}, {"echo": 2.0}])
+def test_images_that_cannot_be_decoded(photos, options):
+    dataset = opened(photos, transforms=[RandomResizedCrop(16)])
+    names, labels = dataset.source_names, dataset.values("labels")
+    with ChunkLoader(dataset, 8, **options) as loader:
+        found = [tuple(map(copy.deepcopy, batch)) for _ in range(2) for batch in loader]
+        assert {sample.name for sample in loader.report.bad_samples} == {*names[[7, 33]]}
+        assert loader.report.skipped == 2
+    for images, own, numbers in found:
+        assert images.shape[1:] == (3, 16, 16) and (labels[numbers] == own.numpy()).all()
+        assert not {7, 33} & {*numbers.tolist()}
+    if "echo" not in options:
+        batches = DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 8))
+        for one, other in zip(found, [*batches, *batches], strict=True):
+            for field, same in zip(one, other, strict=True):
+                assert torch.equal(field, same)
+
+
+def test_what_is_not_skipped(path, tmp_path):
+    made = tmp_path / "b.h5"
+    made.write_bytes(path.read_bytes())
+    dataset = opened(made)
+    with ChunkLoader(dataset, BATCH) as loader:
+        next(iter(loader))
+        with made.open("ab") as file:
+            file.write(b"more")
+        with pytest.raises(ChangedError, match="changed"):
+            list(loader), list(loader)
+    with pytest.raises(ChangedError, match="changed"):
+        dataset[:32]
+
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise OSError("a bug")
+
+    with pytest.raises(OSError, match="a bug"):
+        list(DataLoader(opened(path, transforms=[fail]), BATCH))
+    with ChunkLoader(opened(path), BATCH, transforms=[fail]) as loader, pytest.raises(OSError, match="a bug"):
+        list(loader)
+
+
+def test_samples_are_not_replaced_by_longer_ones(tmp_path):
+    """So that a limit on the elements of a batch, and memory that was planned for it, suffice."""
+    random = np.random.default_rng(0)
+    lengths = random.permutation(np.arange(N) % 50 + 1)
+    tokens = np.repeat(np.arange(N), lengths)
+    made = make_file(
+        tmp_path / "a.h5", tokens=(tokens, {"chunks": (40,), "compression": "gzip"}), lengths=(lengths, {})
+    )
+    for chunk in (5, 60):
+        damage(made, chunk, "tokens")
+    dataset = ChunkDataset(
+        made, fields=["tokens", "sample_number"], lengths={"tokens": "lengths"}, on_error="skip", max_skipped=0.1
+    )
+    for options in ({}, {"reuse": True}):
+        with ChunkLoader(dataset, batch_elements=400, **options) as loader:
+            for own, sizes, numbers in loader:
+                assert (sizes.numpy() == lengths[numbers]).all() and own.numel() <= 400
+                for row, size, number in zip(own, sizes, numbers, strict=True):
+                    assert (row[:size] == number).all()
+    assert len(dataset.skipped) > 2
+
+
+def test_arguments(path):
+    for options in ({"on_error": "ignore"}, {"on_error": None}):
+        with pytest.raises(OptionError, match=r"on_error is .*: pass 'raise' or 'skip'"):
+            ChunkDataset(path, **options)
+    for share in (0, -1, 1.5, True, "1", None):
+        with pytest.raises(OptionError, match=r"max_skipped is .*: pass a share"):
+            ChunkDataset(path, max_skipped=share)
+    with pytest.raises(OptionError, match=r"on_error='skip'.*pass on_error= to the Mix"):
+        Mix({"a": ChunkDataset(path, on_error="skip")})
+    assert ChunkDataset(path).on_error == "raise" and ChunkDataset(path).skipped == []
