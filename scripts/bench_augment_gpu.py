@@ -36,8 +36,7 @@ import h5chunk
 from h5chunk.plan.draws import Draws
 from h5chunk.store.hdf5.open import open_file
 from h5chunk.transforms import Normalize, RandomCrop, RandomHorizontalFlip, RandomResizedCrop, ToDtype
-from h5chunk.transforms.augmenting import AugmentConverter
-from h5chunk.transforms.images import ImageConverter, fresh
+from h5chunk.transforms.images import AugmentConverter, ImageConverter, fresh
 
 NORMALIZE = Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 BATCH, LARGE_BATCH, BUFFERS = 256, 1024, 3

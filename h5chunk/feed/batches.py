@@ -6,30 +6,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import accumulate, count, repeat
 from typing import Any
 
 import torch
 
-from h5chunk.feed.frames import Frames
-from h5chunk.feed.layout import torch_dtype
+from h5chunk.feed.columns import Column, Columns, Kind, torch_dtype
 from h5chunk.feed.skipping import BadSample
-from h5chunk.feed.slots import KEPT, BatchMemory, Fields, SingleBuffer
+from h5chunk.feed.slots import KEPT, BatchMemory, SingleBuffer
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.transforms import Transform, compile_transforms
-from h5chunk.transforms.any_size import AHEAD, AnySizeConverter, Pending
-from h5chunk.transforms.augmenting import AugmentConverter
-from h5chunk.transforms.csr import CsrRows
+from h5chunk.transforms.any_size import Pending
+from h5chunk.transforms.csr import CsrRows, SampleNumbers
 from h5chunk.transforms.images import ImagesByNumber
-from h5chunk.transforms.pairs import ByName, num_tensors
+from h5chunk.transforms.mixing import Mixer, seeds_of_batches
+from h5chunk.transforms.pairs import ByName, Packed, num_changed, num_tensors
 from h5chunk.transforms.per_sample import PerSample, split_per_sample
-from h5chunk.transforms.ragged import RaggedConverter
-from h5chunk.transforms.rows import RowConverter
 
-GROUP_BYTES = 64 << 20  # converted by one call, because launching a kernel for a small batch costs more than running it
-MORE_BYTES = 256 << 20  # the same for dense rows and for data on a GPU; see scripts/LOG.md
+MORE_BYTES = 256 << 20  # of batches of data on a GPU that are made by one call; see scripts/LOG.md
 MAX_NAMED = 100  # bad samples that a report names
 ALL = 1 << 30  # more batches than any window has
 Part = Any  # one field of a batch: a tensor, a tuple of tensors, or a pending result of decoding
@@ -37,17 +33,17 @@ Tensors = tuple[torch.Tensor, ...]  # one per field; two for a field whose entri
 
 
 class FieldPipeline:
-    """Converts the samples of one field, window by window, to batches.
+    """Converts the columns of one field, of a ``kind``, to batches.
 
     The ``converter`` computes the leading transforms in one step. Transforms made by `per_sample` are applied next, and
     the remaining transforms, ``others``, just before a batch is returned. With ``reuse``, batches on the CPU share one
     buffer, so that each batch is valid only until the next one.
     """
 
-    def __init__(self, transforms: Sequence[Transform], field: Field | RaggedField, *, reuse: bool) -> None:
-        self.reuses = reuse
+    def __init__(self, transforms: Sequence[Transform], field: Field | RaggedField, kind: Kind, *, reuse: bool) -> None:
+        self.kind, self.reuses = kind, reuse
         self._memory: BatchMemory | SingleBuffer | None = None
-        self._gathered: BatchMemory | None = None  # for windows whose frames are converted
+        self._gathered = BatchMemory()  # for windows whose frames are converted
         stored = torch_dtype(field.dtype, field.name)
         self.converter, others = compile_transforms(transforms, field, stored, self._empty)
         self._each: tuple[PerSample, ...] = ()
@@ -63,18 +59,24 @@ class FieldPipeline:
     @property
     def ahead(self) -> int:
         """Number of batches to start before the caller requests them."""
-        return AHEAD if isinstance(self.converter, AnySizeConverter) else 0
+        return self.converter.ahead
 
     @property
     def changes_nothing(self) -> bool:
         """Whether batches contain the samples exactly as stored, without conversion."""
         return self.converter.changes_nothing and not self._each
 
-    def num_together(self, batch_size: int, *, keep: bool, group: int = GROUP_BYTES) -> int:
+    def take(self, column: Column, numbers: SampleNumbers, memory: BatchMemory | None) -> Any:
+        """Return the samples with these numbers, for `batches`. On a GPU (no ``memory``), a kernel may gather them."""
+        if memory is None and self.converter.takes_numbers and self.kind.is_fixed:
+            return ImagesByNumber(column, numbers)
+        return self.kind.take(column, numbers, None if memory is None else memory.empty)
+
+    def num_together(self, batch_size: int, *, keep: bool, group: int = 0) -> int:
         """Return how many batches to convert with one call, at least one.
 
         It is one batch if batches cannot be split or share one buffer. With ``keep``, it is also one, or all batches if
-        nothing is converted. Otherwise, it is as many as fit in ``group`` bytes (`MORE_BYTES` for dense rows).
+        nothing is converted. Otherwise, it is as many as fit in ``group`` bytes, or what the converter needs.
         """
         if self.converter.is_uncut or self._each:
             return 1
@@ -82,22 +84,18 @@ class FieldPipeline:
             return ALL if self.converter.changes_nothing else 1
         if self.reuses:  # batches of other windows are made in between, and would overwrite these
             return 1
-        group = MORE_BYTES if isinstance(self.converter, RowConverter) else group
+        group = max(group, self.converter.together_bytes)
         return max(1, group // max(1, batch_size * self.converter.sample_bytes))
 
-    def batches(self, samples: Any, draws: Draws, batch_size: int, *, keep: bool) -> Sequence[torch.Tensor | Tensors]:
-        """Convert samples and split them into batches. With ``keep``, the batches may share memory with the samples.
+    def batches(self, column: Column, draws: Draws, batch_size: int, *, keep: bool) -> Sequence[torch.Tensor | Tensors]:
+        """Convert a column and split it into batches. With ``keep``, the batches may share memory with the column.
 
         A batch is a tensor, or a tuple of inputs and targets if entries are held out. Batches share no autograd
         history, because autograd would otherwise mistake an in-place change of one batch for a change of another.
         """
-        if isinstance(samples, Frames):
-            memory: Any = self._empty
-            if not self.converter.changes_nothing:
-                self._gathered = self._gathered or BatchMemory()
-                memory = self._gathered.empty
-            samples, keep = samples.gathered(memory), True
-        converted = self.converter(samples, keep, draws)
+        memory = self._empty if self.converter.changes_nothing else self._gathered.empty
+        samples = self.kind.samples(column, memory)
+        converted = self.converter(samples, keep or self.kind.is_gathered, draws)
         if isinstance(converted, tuple):
             return (tuple(part.data for part in converted),)
         converted = self._changed(converted, draws)
@@ -108,8 +106,8 @@ class FieldPipeline:
 
     def start(self, images: CsrRows, draws: Draws) -> Pending:
         """Start decoding and converting a batch of encoded images."""
-        assert isinstance(self.converter, AnySizeConverter)
-        return self.converter.start(images, draws, lambda batch: self._changed(batch, draws).data)
+        pending: Pending = self.converter.start(images, draws, lambda batch: self._changed(batch, draws).data)
+        return pending
 
     def _changed(self, batch: torch.Tensor, draws: Draws) -> torch.Tensor:
         for number, transform in enumerate(self._each):
@@ -119,7 +117,7 @@ class FieldPipeline:
     def release(self) -> None:
         """Stop the threads, and free the memory that is kept for later batches."""
         self.converter.release()
-        self._memory = None
+        self._memory, self._gathered = None, BatchMemory()
 
 
 @dataclass
@@ -177,7 +175,8 @@ class BatchMaker:
     """Makes the batches that the user gets, from the samples of a window.
 
     With ``keep``, samples that need no conversion may be returned without a copy. Otherwise they are copied, because
-    the next window overwrites their memory. Batches are tuples, or dicts if ``by_name`` makes these.
+    the next window overwrites their memory. Batches are tuples, or dicts if ``by_name`` makes these. With a ``mixer``,
+    the tensors of a batch are followed by its seeds until `finish` mixes it.
     """
 
     def __init__(
@@ -187,34 +186,37 @@ class BatchMaker:
         keep: bool,
         device: torch.device | None = None,
         by_name: ByName | None = None,
+        mixer: Mixer | None = None,
     ) -> None:
         self._pipelines, self._keep, self._device, self._by_name = pipelines, keep, device, by_name
+        self._mixer = mixer
         self.ahead = max(pipeline.ahead for pipeline in pipelines)
         for pipeline in pipelines if self.ahead else ():
             pipeline.reuses = False  # several batches exist at the same time
         self._others = [
-            () if output and isinstance(pipeline.converter, RaggedConverter) else pipeline.others
+            pipeline.others if output < num_changed(pipeline.converter.pair) else ()
             for pipeline in pipelines
             for output in range(num_tensors(pipeline.converter.pair))
         ]
-        self._finishes = any(self._others)
-        self.changes_nothing = all(pipeline.changes_nothing for pipeline in pipelines)
-        self.passes_windows = keep and self.changes_nothing  # whether a batch may be the window itself
-        first = pipelines[0].converter
-        self._packs = isinstance(first, RaggedConverter) and first.packs
+        self.finishes = any(self._others)  # whether functions of a batch come after the conversion
+        unchanged = (own.changes_nothing and not own.kind.is_gathered for own in pipelines)
+        self.passes_columns = mixer is None and all(unchanged)  # whether gathered samples are batches as they are
+        self.passes_windows = keep and self.passes_columns  # whether a batch may be the window itself
+        self._packs = pipelines[0].converter.pair is Packed
         holds_out = any(pipeline.converter.pair is not None for pipeline in pipelines)
         self._joined: Callable[[Iterable[Part]], Tensors] = _flat if holds_out else tuple
 
-    def whole(self, window: Fields, draws: Draws, batch_size: int) -> Tensors:
+    def whole(self, window: Columns, draws: Draws, batch_size: int) -> Tensors:
         """Return the only batch of a window."""
         fields = zip(self._pipelines, window, strict=True)
-        return self._joined(own.batches(part, draws, batch_size, keep=self._keep)[0] for own, part in fields)
+        parts = [own.batches(part, draws, batch_size, keep=self._keep)[0] for own, part in fields]
+        return self._joined(parts if self._mixer is None else [*parts, *seeds_of_batches(draws, [batch_size])])
 
     def num_samples(self, batch: Tensors) -> int:
         """Return the number of samples in a batch."""
         return batch[1].size(0) - 1 if self._packs else batch[0].size(0)
 
-    def open(self, window: Fields, draws: Draws, batch_size: int | Sequence[int]) -> Iterator[Tensors]:
+    def open(self, window: Columns, draws: Draws, batch_size: int | Sequence[int]) -> Iterator[Tensors]:
         """Return an iterator over the batches of a window, and then empty batches without end.
 
         The empty batches are for steps in which only other ranks have samples. ``batch_size`` may be a list with the
@@ -222,7 +224,11 @@ class BatchMaker:
         memory can be reused.
         """
         fields = zip(self._pipelines, window, strict=True)
-        return map(self._join, *(self._split(own, part, draws, batch_size) for own, part in fields))
+        parts: list[Iterator[Any]] = [self._split(own, part, draws, batch_size) for own, part in fields]
+        if self._mixer is not None:
+            sizes = repeat(batch_size) if isinstance(batch_size, int) else batch_size
+            parts.append(seeds_of_batches(draws, sizes))
+        return map(self._join, *parts)
 
     def _join(self, *parts: Part) -> Tensors:
         return self._joined(parts)
@@ -238,8 +244,9 @@ class BatchMaker:
                     continue
                 yield pipeline.batches(some, drawn, max(1, size), keep=self._keep)[0]
             return
-        on_cpu = isinstance(samples, Frames) and samples.values.device.type == "cpu"  # then memory is the limit
-        step = batch_size * (1 if on_cpu else pipeline.num_together(batch_size, keep=self._keep))
+        kind, step = pipeline.kind, batch_size
+        if not (kind.is_gathered and kind.arrays(samples)[0].device.type == "cpu"):  # else memory is the limit
+            step *= pipeline.num_together(batch_size, keep=self._keep)
         for first in count(0, step):
             some, drawn = samples, draws
             if first or step < len(samples):
@@ -251,19 +258,20 @@ class BatchMaker:
             while made:
                 yield made.popleft()
 
-    def make(self, samples: Fields, draws: Draws, batch_size: int) -> list[Tensors]:
+    def take(self, columns: Columns, numbers: SampleNumbers, memory: BatchMemory | None) -> tuple[Any, ...]:
+        """Take samples of all fields by their numbers, for `make`. On the CPU, they are in ``memory``."""
+        return tuple(own.take(column, numbers, memory) for own, column in zip(self._pipelines, columns, strict=True))
+
+    def make(self, samples: Columns, draws: Draws, batch_size: int) -> list[Tensors]:
         """Make batches from gathered samples that nothing else refers to."""
-        if self.changes_nothing and len(samples[0]) <= batch_size and not any(isinstance(o, Frames) for o in samples):
+        if self.passes_columns and len(samples[0]) <= batch_size:
             return [samples]
         fields = zip(self._pipelines, samples, strict=True)
         batches = zip(*(pipeline.batches(own, draws, batch_size, keep=True) for pipeline, own in fields), strict=True)
+        if self._mixer is not None:
+            seeds = seeds_of_batches(draws, repeat(batch_size))
+            batches = ((*parts, own) for parts, own in zip(batches, seeds, strict=False))  # type: ignore[assignment]
         return list(map(_flat, batches))
-
-    def by_number(self, fields: Sequence[Any]) -> Fields:
-        """Wrap those fields on a GPU whose converters gather the samples themselves."""
-        augmented = (isinstance(pipeline.converter, AugmentConverter) for pipeline in self._pipelines)
-        pairs = zip(fields, augmented, strict=True)
-        return tuple(ImagesByNumber(own) if is_it and isinstance(own, torch.Tensor) else own for own, is_it in pairs)
 
     def num_gathered(self, batch_size: int) -> int:
         """Return the number of batches to gather and convert in one call, so that a call has enough work."""
@@ -271,10 +279,23 @@ class BatchMaker:
 
     def finish(self, batch: Tensors) -> Any:
         """Move a batch to its device, apply the transforms that are not part of the conversion, and name its fields."""
+        seeds: Any = None
+        if self._mixer is not None:
+            *tensors, seeds = batch
+            batch = tuple(tensors)
         if self._device is not None:
             batch = tuple(each.to(self._device, non_blocking=True) for each in batch)
-        if self._finishes:
+        if self.finishes:
             batch = self._transformed(batch)
+        if self._mixer is not None:
+            batch = self._mixer(batch, seeds)
+        return batch if self._by_name is None else self._by_name(batch)
+
+    def finish_collated(self, batch: Tensors) -> Any:
+        """Do the same to a batch that a data set has converted on its device and, without functions, also mixed."""
+        if self.finishes:
+            batch = self._transformed(batch)
+            batch = batch if self._mixer is None else self._mixer(batch)
         return batch if self._by_name is None else self._by_name(batch)
 
     def _transformed(self, batch: Tensors) -> tuple[Any, ...]:

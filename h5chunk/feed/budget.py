@@ -6,17 +6,15 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from h5chunk.errors import OptionError, check_flag, check_whole, count_text, human_bytes, printable
+from h5chunk.feed.columns import Kinds, Uses, dense_kind, kind_of, slot_bytes
 from h5chunk.feed.dataset import ChunkDataset
-from h5chunk.feed.frames import FrameLayout
 from h5chunk.feed.given import GivenOrder
-from h5chunk.feed.layout import FieldLayout, Layouts, Uses, layout_of, layout_of_numbers, slot_bytes
 from h5chunk.feed.skipping import Skipping
 from h5chunk.feed.slots import KEPT
 from h5chunk.machine import available_cores
@@ -34,12 +32,9 @@ from h5chunk.store.read.field_readers import (
     scratch_bytes,
 )
 from h5chunk.store.read.files import MAPPING, Paths
-from h5chunk.store.read.ragged import ImagesField
 from h5chunk.store.read.samples import FieldReader
 from h5chunk.store.read.source import Source
-from h5chunk.store.read.windows import WindowReader
-from h5chunk.transforms import BATCH_TRANSFORMS, Converter, Transforms, transforms_by_field
-from h5chunk.transforms.any_size import AnySizeConverter
+from h5chunk.transforms import OWN_TRANSFORMS, Converter, Transforms, transforms_by_field
 
 LOADING_BYTES = 8 << 20  # size of the pieces in which resident data is read
 LOADING_SLOTS = 4  # number of pieces that are read concurrently
@@ -61,11 +56,10 @@ class DataSource:
     fields: dict[str, FieldReader]
     why: dict[str, str]  # why a field is read through HDF5, by field name
     numbered: dict[str, Callable[[np.ndarray], np.ndarray]]  # fields computed from sample numbers: see ReadPool
-    layouts: Layouts
+    kinds: Kinds
     device: torch.device
     num_threads: int
     timeout_s: float | None
-    has_frames: bool = False  # whether batches are gathered from frames, so that they are never views of a slot
     subset: np.ndarray | None = None  # numbers of the samples in the file, ascending; None for all samples
     skipping: Skipping | None = None  # how bad samples are replaced; None if they raise an error
 
@@ -75,12 +69,14 @@ class DataSource:
         return self.reader.num_samples if self.subset is None else len(self.subset)
 
     @property
-    def pieces(self) -> Layouts:
-        """The layouts of slots with consecutive samples, for reading all samples once."""
-        return {
-            name: layout if isinstance(layout, FieldLayout) else layout.of_pieces(self.subset)
-            for name, layout in self.layouts.items()
-        }
+    def has_frames(self) -> bool:
+        """Whether batches are gathered from frames, so that they are never views of a slot."""
+        return any(kind.is_gathered for kind in self.kinds.values())
+
+    @property
+    def pieces(self) -> Kinds:
+        """The kinds for slots with consecutive samples, for reading all samples once."""
+        return {name: kind.of_pieces(self.subset) for name, kind in self.kinds.items()}
 
     def read_amplification(self, order: Epoch) -> float:
         """Return the bytes that all ranks read in an epoch, divided by the bytes of the samples.
@@ -115,32 +111,19 @@ def make_source(
     """
     h5reader, numbered = dataset.new_reader(), dataset.numbered_fields
     uses = _uses(dataset, h5reader.num_samples, order)
-    if any(isinstance(field, ImagesField) for field in h5reader.fields.values()):
-        device = torch.device("cpu")  # images are decoded from windows on the host
-    layouts = {
-        name: layout_of_numbers(dataset.field(name)) if name in numbered else _layout(h5reader, name, uses)
+    kinds = {
+        name: dense_kind(dataset.field(name)) if name in numbered else kind_of(h5reader, name, uses)
         for name in dataset.fields
     }
+    if any(kind.is_encoded for kind in kinds.values()):
+        device = torch.device("cpu")  # images are decoded from windows on the host
     fields, why = _field_readers(h5reader, reader)
     if num_threads is None:
         thread_bytes = max((field.thread_bytes for field in fields.values()), default=0)
         num_threads = max(1, min(MAX_THREADS, available_cores(), DECODING_BYTES // max(1, thread_bytes)))
-    has_frames = isinstance(h5reader, WindowReader)
     subset = dataset.subset_samples
     skipping = None if dataset.skipping is None else replace(dataset.skipping, source=h5reader)
-    return DataSource(
-        h5reader, fields, why, numbered, layouts, device, num_threads, timeout_s, has_frames, subset, skipping
-    )
-
-
-def _layout(reader: Source, name: str, uses: Uses) -> Any:
-    layout = layout_of(reader, name, uses)
-    if not isinstance(reader, WindowReader):
-        return layout
-    assert isinstance(layout, FieldLayout)
-    used = np.arange(reader.num_samples) if uses.counts is None else np.flatnonzero(uses.counts)
-    once = uses.by_chunk and (uses.counts is None or int(uses.counts.max(initial=0)) <= 1)
-    return FrameLayout(reader, name, layout.dtype, reader.frames_of_chunks(name, used, uses.lanes, once=once))
+    return DataSource(h5reader, fields, why, numbered, kinds, device, num_threads, timeout_s, subset, skipping)
 
 
 def _uses(dataset: ChunkDataset, num_samples: int, order: Epoch) -> Uses:
@@ -188,7 +171,7 @@ def find_data(data: Paths | ChunkDataset, transforms: Transforms | None) -> tupl
     own = transforms_by_field(data.transforms, {name: data.field(name) for name in data.fields})
     if not any(own.values()):
         return data, transforms
-    if transforms is not None or not all(isinstance(item, BATCH_TRANSFORMS) for part in own.values() for item in part):
+    if transforms is not None or not all(isinstance(item, OWN_TRANSFORMS) for part in own.values() for item in part):
         raise OptionError(
             "a ChunkLoader cannot apply the data set's transforms, because they are for single samples, or the loader "
             "has transforms too: pass them to the loader as transforms=, and remove them with "
@@ -223,9 +206,8 @@ class MemoryBudget:
         self._converters = converters
         self._on_cpu = source.device.type == "cpu"
         self._converted_bytes = sum(converter.sample_bytes for converter in converters if not converter.changes_nothing)
-        fields, layouts = source.reader.fields, source.layouts.items()
-        held = [fields[name].grid.sample_bytes for name, layout in layouts if isinstance(layout, FrameLayout)]
-        self._converted_bytes += sum(held)  # windows that are gathered for a batch
+        gathered = (source.reader.fields[name] for name, kind in source.kinds.items() if kind.is_gathered)
+        self._converted_bytes += sum(field.grid.sample_bytes for field in gathered)
 
     def of_source(self, source: DataSource) -> MemoryBudget:
         """Return the budget of another source of the same fields."""
@@ -240,7 +222,7 @@ class MemoryBudget:
         times = self._source.read_amplification(replace(order, window_samples=batch_samples))
         num_bytes = GROUP_BYTES if times < NOTABLE else WHOLE_CHUNKS_BYTES
         if not self._has_fixed_slots:  # memory for the samples of each window
-            batch_bytes = batch_samples * sum(layout.sample_bytes for layout in self._source.layouts.values())
+            batch_bytes = batch_samples * sum(kind.sample_bytes for kind in self._source.kinds.values())
         else:
             batch_bytes = self._window_bytes(batch_samples)
         together = min(num_bytes // max(1, batch_bytes), order.num_samples // (SHARES * batch_samples))
@@ -294,15 +276,12 @@ class MemoryBudget:
 
     def _window_bytes(self, num_samples: int) -> int:
         """Return the size of a window in bytes. For a GPU, this counts the host and the device buffer."""
-        return (1 if self._on_cpu else 2) * slot_bytes(self._source.layouts, num_samples)
+        return (1 if self._on_cpu else 2) * slot_bytes(self._source.kinds, num_samples)
 
     def _beside_windows(self, order: Order) -> int:
         """Return the bytes that streaming in this order needs in addition to the windows."""
-        total = self._reading_bytes() + sum(
-            converter.decoding_bytes(order.batch_size)
-            for converter in self._converters
-            if isinstance(converter, AnySizeConverter)
-        )
+        total = self._reading_bytes()
+        total += sum(converter.decoding_bytes(order.batch_size) for converter in self._converters)
         if self._on_cpu and not self._reuse and not self._source.has_frames:  # released windows that wait for reuse
             total += KEPT * self._window_bytes(largest_window(order))
         if self._source.skipping is not None:  # a window is read again, in parts, to find its bad samples
@@ -347,7 +326,7 @@ class MemoryBudget:
 
     def loading_samples(self, order: Order | GivenOrder) -> int:
         """Return how many samples are read at a time when resident data is loaded."""
-        sample_bytes = sum(layout.sample_bytes for layout in self._source.layouts.values())
+        sample_bytes = sum(kind.sample_bytes for kind in self._source.kinds.values())
         return max(1, min(LOADING_BYTES // max(1, sample_bytes), order.num_samples // LOADING_SLOTS))
 
     def describe(self, order: Epoch, plan: SlotPlan | None) -> str:

@@ -23,6 +23,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from h5chunk.errors import FieldError, OptionError
 from h5chunk.feed.memory import SharedFields
+from h5chunk.plan.draws import Draws
 from h5chunk.transforms.pairs import ByName
 
 
@@ -58,17 +59,18 @@ class Batch(list[Any]):
 
     A ``collate_fn`` may use it as any list. The samples are made when they are first needed, because most batches are
     collated without them. ``fields`` is None once the list has been changed. Samples and the collated batch are dicts
-    if there is ``by_name``, and otherwise tuples.
+    if there is ``by_name``, and otherwise tuples. ``draws`` are the random numbers of its samples.
     """
 
     by_name: ByName | None = None
+    draws: Draws | None = None
 
     def __init__(
         self, fields: tuple[Any, ...] | list[Any], num_samples: int | None = None, packed: Collection[int] = ()
     ) -> None:
         super().__init__()
         self.fields: Any = fields
-        self._packed, self._is_made = packed, False
+        self.packed, self._is_made = packed, False
         self._num_samples = len(fields[0]) if num_samples is None else num_samples
 
     def __len__(self) -> int:
@@ -91,10 +93,10 @@ class Batch(list[Any]):
 
     def _values(self, number: int) -> Iterator[Any]:
         for at, field in enumerate(self.fields):
-            if at in self._packed:
+            if at in self.packed:
                 start, stop = self.fields[at + 1][number : number + 2].tolist()
                 yield from (field[start:stop], torch.tensor(stop - start))
-            elif at - 1 not in self._packed:
+            elif at - 1 not in self.packed:
                 yield field[number]
 
     def __radd__(self, before: list[Any]) -> list[Any]:
@@ -139,7 +141,9 @@ class Batch(list[Any]):
                 "equal in size, such as transforms=[RandomResizedCrop(224)] or [Resize(256), CenterCrop(224)]"
             )
         fields = tuple(torch.stack(field) if is_image else field for field, is_image in pairs)
-        return Batch(fields, len(self), self._packed)
+        stacked = Batch(fields, len(self), self.packed)
+        stacked.draws = self.draws
+        return stacked
 
 
 def _of_list(name: str, *, changes: bool) -> Callable[..., Any]:

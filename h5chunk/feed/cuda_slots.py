@@ -14,24 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from h5chunk.feed.layout import FieldLayout, Layouts, slot_bytes
+from h5chunk.feed.columns import Columns, Destination, Kinds, Room, slot_bytes
 from h5chunk.feed.memory import PinnedMemory
-from h5chunk.feed.slots import (
-    Arrays,
-    Destination,
-    Fields,
-    Windows,
-    arrays_in,
-    beginnings,
-    destinations_in,
-    gather,
-    samples_in,
-    to_device,
-    windows_of,
-)
+from h5chunk.feed.slots import destinations
 from h5chunk.native import Buffer, available, cuda
 from h5chunk.transforms.compiled import current_stream
-from h5chunk.transforms.csr import SampleNumbers
 
 PINNED_BYTES = 96 << 20  # of all pinned buffers of small windows; more would not stay in the processor's cache
 MIN_PINNED = 4  # pinned buffers of large windows: two are filled while one is copied
@@ -43,11 +30,10 @@ class PinnedBuffer:
     ``num_queued`` windows with `LastingTasks` are being read into the buffer, or will be once it is free.
     """
 
-    def __init__(self, layouts: Layouts, num_samples: int) -> None:
-        self._memory = PinnedMemory(slot_bytes(layouts, num_samples))
-        self.bytes = torch.from_numpy(self._memory.bytes)
-        self.arrays = arrays_in(self.bytes, layouts, num_samples)
-        self.addresses = [array.data_ptr() for own in self.arrays for array in own]
+    def __init__(self, kinds: Kinds, num_samples: int) -> None:
+        self._memory = PinnedMemory(slot_bytes(kinds, num_samples))
+        self.room = Room(torch.from_numpy(self._memory.bytes), kinds.values(), num_samples)
+        self.addresses = [array.data_ptr() for array in self.room.arrays]
         self.turn = Buffer(cuda.copied() if available() else None)
         self.num_queued = 0
         self.copied: torch.cuda.Event | None = None  # recorded after the last copy from this memory
@@ -86,22 +72,19 @@ class CudaSlot:
     native threads begin to read them once it is free.
     """
 
-    def __init__(
-        self, layouts: Layouts, num_samples: int, pinned: deque[PinnedBuffer], stream: torch.cuda.Stream
-    ) -> None:
-        self._stream, self._layouts, self._all_pinned = stream, layouts, pinned
+    def __init__(self, kinds: Kinds, num_samples: int, pinned: deque[PinnedBuffer], stream: torch.cuda.Stream) -> None:
+        self._stream, self._kinds, self._all_pinned = stream, kinds, pinned
         self._pinned: PinnedBuffer | None = None
-        self._bytes = torch.empty(slot_bytes(layouts, num_samples), dtype=torch.uint8, device=stream.device)
-        self._largest = [layout.capacity(num_samples) for layout in layouts.values()]  # shapes of arrays
-        self._arrays = arrays_in(self._bytes, layouts, num_samples)
-        self._windows: Windows = {}
-        self._full = tuple(own[0] for own in self._arrays)
-        self.names, self._num_samples = tuple(layouts), num_samples
+        num_bytes = slot_bytes(kinds, num_samples)
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=stream.device)
+        self._room, self._num_samples = Room(memory, kinds.values(), num_samples), num_samples
+        self._full = tuple(self._room.arrays)
         self.tasks: Any = None
-        self._is_dense = all(isinstance(layout, FieldLayout) for layout in layouts.values())
+        self._is_fixed = all(kind.is_fixed for kind in kinds.values())
+        self._read: Columns = ()  # the columns that threads fill, in pinned memory
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tables: dict[int, np.ndarray] = {}  # copies of the whole buffer, by the address of the pinned buffer
-        self.window: Fields = ()
+        self.window: Columns = ()
         self._copied = torch.cuda.Event(blocking=True)
         self._consumed = torch.cuda.Event()
         self._copied.record(stream)  # makes the event
@@ -113,6 +96,16 @@ class CudaSlot:
         if self._context is not None:
             self._sending = cuda.Sending(self._context, stream.cuda_stream, *self._events)
             self._sending.events = self._consumed, self._copied
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU."""
+        return self._stream.device
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the fields."""
+        return tuple(self._kinds)
 
     @property
     def _pinned_now(self) -> tuple[PinnedBuffer, ...]:
@@ -136,7 +129,7 @@ class CudaSlot:
 
     def lasts(self, num_samples: int) -> bool:
         """Return whether a window of this size can be read by `LastingTasks`."""
-        return num_samples == self._num_samples and self._is_dense and self._sending is not None
+        return num_samples == self._num_samples and self._is_fixed and self._sending is not None
 
     def begin_again(self) -> list[int]:
         """Prepare for a window that `LastingTasks` read, and return the addresses of its arrays, one per field."""
@@ -144,7 +137,7 @@ class CudaSlot:
         self._all_pinned.rotate(-1)
         pinned.num_queued += 1
         pinned.senders[id(self._sending)] = self._sending
-        self._windows, self.window = {}, self._full
+        self._read, self.window = (), self._full
         self._copy_whole_buffer(pinned)
         self.tasks.buffer = pinned.turn
         return pinned.addresses
@@ -156,27 +149,30 @@ class CudaSlot:
         self._all_pinned.remove(pinned)
         pinned.senders[id(self._sending)] = self._sending
         pinned.wait()
-        self._windows = windows = windows_of(self._layouts, samples)
-        device, host = beginnings(self._arrays, windows), beginnings(pinned.arrays, windows)
-        if [window.shapes for window in windows.values()] == self._largest:
+        on_host, on_device = pinned.room.allocate(), self._room.allocate()
+        columns, window = [], []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for kind in self._kinds.values():
+            columns.append(kind.empty(samples, on_host))
+            arrays = kind.arrays(columns[-1])
+            copies += [(on_device(array.shape, array.dtype), array) for array in arrays]
+            window.append(kind.copied(columns[-1], [device for device, _ in copies[-len(arrays) :]]))
+        self._read, self.window = tuple(columns), tuple(window)  # the window is valid from `receive` until `release`
+        if all(own is array for own, (_, array) in zip(pinned.room.arrays, copies, strict=True)):
             self._copy_whole_buffer(pinned)
         else:
-            self._copy_arrays(device, host)
-        self.window = samples_in(windows, device)  # valid from `receive` until `release`
-        return destinations_in(windows, host)
+            self._copies = copies
+            if self._sending is not None:
+                self._sending.set_copies(_copy_table(copies))
+        return destinations(self._kinds, self._read)
 
     def _copy_whole_buffer(self, pinned: PinnedBuffer) -> None:
-        self._copies = [(self._bytes, pinned.bytes)]
+        self._copies = [(self._room.buffer, pinned.room.buffer)]
         if self._sending is not None:
-            address = pinned.bytes.data_ptr()
+            address = pinned.room.buffer.data_ptr()
             if address not in self._tables:
                 self._tables[address] = _copy_table(self._copies)
             self._sending.set_copies(self._tables[address])
-
-    def _copy_arrays(self, device: Arrays, host: Arrays) -> None:
-        self._copies = [pair for own in zip(device, host, strict=True) for pair in zip(*own, strict=True)]
-        if self._sending is not None:
-            self._sending.set_copies(_copy_table(self._copies))
 
     @property
     def sender(self) -> tuple[int | None, int | None]:
@@ -193,8 +189,8 @@ class CudaSlot:
 
     def check(self) -> None:
         """Raise FileError if the data that was read is damaged."""
-        for window in self._windows.values():
-            window.check()
+        for kind, column in zip(self._kinds.values(), self._read, strict=False):
+            kind.check(column)
 
     def return_pinned(self) -> None:
         """Make the pinned buffer available to other windows. No thread may write this window to it any more."""
@@ -214,10 +210,6 @@ class CudaSlot:
         stream = current_stream(self._stream.device.index)
         if self._context is None or not cuda.order(self._context, stream, wait=self._events[1]):
             torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
-
-    def gather(self, order: np.ndarray) -> Fields:
-        """Copy samples of the window on the device, given their positions in it, (n,) int64."""
-        return gather(self.window, SampleNumbers(order, to_device(order, self._stream.device)), None)
 
     def release(self) -> None:
         """Record an event on the consumer's current stream, after which the device buffer may be overwritten."""

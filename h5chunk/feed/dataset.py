@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from h5chunk.attributes import cached_property
 from h5chunk.errors import (
@@ -38,8 +38,8 @@ from h5chunk.feed.collate import (
     no_samples,
     sample_numbers,
 )
+from h5chunk.feed.columns import torch_dtype
 from h5chunk.feed.filter import find_samples
-from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.sample_reader import SampleReader, SampleTransforms
 from h5chunk.feed.skipping import MAX_SKIPPED, RAISE, SKIP, BadSample, Skipping, check_on_error
 from h5chunk.feed.stored_tables import StoredNames
@@ -61,6 +61,7 @@ from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.source import Computed, Source
 from h5chunk.store.read.tables import decoded
 from h5chunk.transforms import Transforms
+from h5chunk.transforms.mixing import seeds_of_batches
 
 OTHER_TRANSFORMS = (
     'assign dataset.transforms = {"labels": function} to transform the field labels, for example; for a function of '
@@ -626,8 +627,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             drawn = index.batch if isinstance(index, TaggedIndex) else index
             batch = self._read(drawn, np.array([operator.index(index)], np.int64), shared=False)
             return self._transformed(tuple(batch[0]))
-        batch = self._batch(index)
-        collated = collate(self._each_transformed(batch) if self._transforms.has_each else batch)
+        collated = collate(self._batch(index))
         return tuple(collated) if isinstance(collated, list) else collated  # torch collates tuples to a list
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
@@ -639,9 +639,13 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             if isinstance(indices, TaggedBatch):
                 self._check_drawn(indices)
                 indices = list(indices.one_by_one())
+            if self._transforms.mixer is not None:
+                raise OptionError(
+                    f"{type(self).__name__} overrides __getitem__, which returns single samples, but "
+                    f"{self._transforms.mixer.transform} mixes batches: call it in the collate_fn instead"
+                )
             return [self[index] for index in indices] or self._no_samples()
-        batch = self._batch(indices)
-        return batch if not self._transforms.has_each else self._each_transformed(batch)
+        return self._batch(indices)
 
     def _check_drawn(self, indices: Any) -> None:
         if isinstance(indices, list) and indices and isinstance(indices[0], TaggedBatch):
@@ -652,21 +656,32 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         if isinstance(indices, TaggedBatch) and indices.numbering is not None:
             check_numbering(indices.numbering, self.numbering)
 
-    def _batch(self, indices: Any) -> Batch:
+    def _batch(self, indices: Any) -> list[Any]:
+        """Return the samples of a batch, as a `Batch` unless functions of single samples have changed them."""
         self._check_drawn(indices)
-        batch = self._read(indices, sample_numbers(indices), shared=get_worker_info() is not None)
-        if self._transforms.has_each:
-            return batch
-        stacked = batch.stacked()
-        stacked.by_name = self._transforms.by_name if self.as_dict else None
+        transforms, shared = self._transforms, get_worker_info() is not None
+        batch = self._read(indices, sample_numbers(indices), shared=shared and transforms.mixer is None)
+        if transforms.has_each and (transforms.mixer is None or not len(batch)):
+            return [self._transformed(sample) for sample in batch] or self._no_samples()
+        stacked = batch.stacked() if transforms.mixer is None else self._mixed(batch, shared=shared)
+        stacked.by_name = transforms.by_name if self.as_dict else None
         return stacked
 
-    def _each_transformed(self, batch: Batch) -> list[Any]:
-        return [self._transformed(sample) for sample in batch] or self._no_samples()
+    def _mixed(self, batch: Batch, *, shared: bool) -> Batch:
+        """Apply the functions of single samples to a batch, and mix it. With ``shared``, it is put in shared memory."""
+        transforms, whole = self._transforms, batch.stacked()
+        assert transforms.mixer is not None and whole.draws is not None
+        fields = whole.fields
+        if transforms.has_each:
+            fields = default_collate([transforms.apply_to_sample(tuple(sample)) for sample in whole])
+        mixed = transforms.mixer(fields, next(seeds_of_batches(whole.draws, [len(whole)])))
+        return Batch(self._sample_reader.share(mixed) if shared else mixed, len(whole), whole.packed)
 
     def _transformed(self, sample: tuple[Any, ...]) -> Any:
         """Apply the transforms of single samples, and return a tuple or a dict."""
         values = self._transforms.apply_to_sample(sample)
+        if self._transforms.mixer is not None:
+            values = self._transforms.mixer.of_sample(values)
         return self._transforms.by_name.of_samples(values) if self.as_dict else values
 
     def _no_samples(self) -> list[Any]:
@@ -691,7 +706,9 @@ class ChunkDataset(StoredNames, Dataset[Any]):
     def _read_drawn(self, draws: Draws, *, shared: bool, ordered: bool) -> Batch:
         rows, computed = draws.numbers, self.numbered_fields
         numbered = {name: compute(rows) for name, compute in computed.items() if name in self._names}
-        return self._sample_reader.read(self._names, draws, numbered, shared=shared, ordered=ordered)
+        batch = self._sample_reader.read(self._names, draws, numbered, shared=shared, ordered=ordered)
+        batch.draws = draws
+        return batch
 
     def _errors_of(self, draws: Draws, parts: Sequence[np.ndarray]) -> list[FileError | None]:
         """Try to read the samples of several arrays of keys, and return the error or None for each of them."""

@@ -14,8 +14,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from h5chunk.feed.layout import MatrixLayout
-from h5chunk.feed.slots import CsrWindow
+from h5chunk.feed.columns import Ragged
 from h5chunk.plan.order import MAX_OPEN_BYTES, Order
 from h5chunk.store.read.samples import CsrBuffers
 from h5chunk.store.read.source import Source
@@ -34,18 +33,18 @@ class KeptRows:
     """
 
     def __init__(
-        self, reader: Source, layout: MatrixLayout, max_chunks: int, read: Callable[[np.ndarray, CsrBuffers], None]
+        self, reader: Source, kind: Ragged, max_chunks: int, read: Callable[[np.ndarray, CsrBuffers], None]
     ) -> None:
         self._starts, self._size = reader.chunk_starts, reader.chunk_samples
-        self._layout, self._read, self._max_chunks, self._clock = layout, read, max_chunks, 0
+        self._kind, self._read, self._max_chunks, self._clock = kind, read, max_chunks, 0
         num_chunks = -(-reader.num_samples // self._size) if self._starts is None else len(self._starts) - 1
         self._used = np.zeros(num_chunks, np.int64)  # when a chunk was last used; 0 if it is not kept
-        (_, *entries) = layout.arrays(0, int(layout.indptr[-1]))
+        entries = kind.entries(int(kind.indptr[-1]))
         keeps_all = max_chunks >= num_chunks
         self._maps = [_addresses(shape[0] * dtype.itemsize, large_pages=keeps_all) for shape, dtype in entries]
         pairs = zip(self._maps, entries, strict=True)
         self._arrays = [torch.frombuffer(own, dtype=dtype, count=shape[0]) for own, (shape, dtype) in pairs]
-        self._rows = CsrRows(torch.from_numpy(layout.indptr), layout.indptr, self._arrays[0], (*self._arrays, None)[1])
+        self._rows = CsrRows(torch.from_numpy(kind.indptr), kind.indptr, self._arrays[0], (*self._arrays, None)[1])
 
     def take(self, rows: np.ndarray) -> CsrRows:
         """Return the rows at the indices ``rows``, (n,) int64. Their entries are valid until the next call."""
@@ -62,18 +61,15 @@ class KeptRows:
     def _rows_of_chunk(self, chunk: int) -> tuple[int, int]:
         if self._starts is not None:
             return int(self._starts[chunk]), int(self._starts[chunk + 1])
-        return chunk * self._size, min((chunk + 1) * self._size, len(self._layout.indptr) - 1)
+        return chunk * self._size, min((chunk + 1) * self._size, len(self._kind.indptr) - 1)
 
     def _load(self, chunks: np.ndarray) -> None:
-        indptr, borders = self._layout.indptr, [self._rows_of_chunk(chunk) for chunk in chunks.tolist()]
+        indptr, borders = self._kind.indptr, [self._rows_of_chunk(chunk) for chunk in chunks.tolist()]
         rows = np.concatenate([np.arange(*each) for each in borders])
         indices, *values = (array.numpy() for array in self._arrays)
         self._read(rows, CsrBuffers(indptr[rows], indices, values[0] if values else None))
         for first, end in borders:
-            window = CsrWindow(self._layout, np.arange(first, end))
-            entries = (array[int(indptr[first]) : int(indptr[end])] for array in self._arrays)
-            window.destination([torch.empty(end - first + 1, dtype=torch.int64), *entries])
-            window.check()
+            self._kind.check(self._rows[first:end])
         self._used[chunks] = self._clock
 
     def _make_room(self, num_new: int) -> None:
@@ -85,18 +81,18 @@ class KeptRows:
         oldest = kept[np.argsort(self._used[kept], kind="stable")][:num_over]
         for chunk in oldest[self._used[oldest] < self._clock].tolist():
             self._used[chunk] = 0
-            low, high = (int(self._layout.indptr[border]) for border in self._rows_of_chunk(chunk))
+            low, high = (int(self._kind.indptr[border]) for border in self._rows_of_chunk(chunk))
             for own, array in zip(self._maps, self._arrays, strict=True):
                 _free(own, low * array.itemsize, high * array.itemsize)
 
 
-def num_kept_chunks(reader: Source, layouts: Iterable[MatrixLayout], order: Order, num_workers: int) -> int:
+def num_kept_chunks(reader: Source, kinds: Iterable[Ragged], order: Order, num_workers: int) -> int:
     """Return the number of chunks of some matrices that each worker keeps for an order.
 
     Return 0 if they would need too much memory, or if the order uses less than half of the rows in its chunks.
     """
     num_chunks = max(1, -(-reader.num_samples // reader.chunk_samples))
-    chunk_bytes = max(1, sum(layout.sample_bytes for layout in layouts) * reader.num_samples // num_chunks)
+    chunk_bytes = max(1, sum(kind.sample_bytes for kind in kinds) * reader.num_samples // num_chunks)
     num_open = min(order.open_chunks_of(num_workers), num_chunks)
     used = order.num_samples / (reader.chunk_samples * order.num_chunks)
     if num_open * chunk_bytes > MAX_OPEN_BYTES or used < MIN_USED:

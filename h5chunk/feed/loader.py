@@ -26,6 +26,7 @@ from h5chunk.feed.given import GivenBatches, GivenOrder
 from h5chunk.feed.read_pool import TIMEOUT_S
 from h5chunk.feed.resident import Resident
 from h5chunk.feed.sampler import ChunkSampler, Resumable, State
+from h5chunk.feed.slots import BatchMemory, SingleBuffer
 from h5chunk.feed.stored_tables import name_of_sample
 from h5chunk.feed.stream import WindowStream
 from h5chunk.plan.lengths import LengthOrder
@@ -33,11 +34,9 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.slots import check_echo, num_echoed
 from h5chunk.store.read.files import Paths
 from h5chunk.transforms import ToDtype, Transforms, transforms_by_field
-from h5chunk.transforms.any_size import AnySizeConverter
-from h5chunk.transforms.augmenting import AugmentConverter
-from h5chunk.transforms.pairs import ByName
+from h5chunk.transforms.mixing import Mixer, split_mixing
+from h5chunk.transforms.pairs import ByName, num_tensors
 from h5chunk.transforms.ragged import Pack, packs
-from h5chunk.transforms.rows import RowConverter
 
 # arguments of a DataLoader that a ChunkLoader does not have
 OF_DATA_LOADER = {
@@ -247,7 +246,8 @@ class ChunkLoader(Resumable):
         if dataset.epoch_samples and resident:
             raise OptionError("resident is True, but each epoch has different samples: leave resident out")
         reuse = reuse and target.type == "cpu"
-        by_field = transforms_by_field(transforms, {name: dataset.field(name) for name in dataset.fields})
+        fields = {name: dataset.field(name) for name in dataset.fields}
+        by_field, mixing = split_mixing(transforms_by_field(transforms, fields))
         given = {"batch_size": batch_size, "batch_elements": batch_elements, "shuffle": not shuffle or None}
         given |= {"drop_last": drop_last or None}
         if batch_sampler is None:
@@ -282,15 +282,15 @@ class ChunkLoader(Resumable):
             "timeout_s": timeout or None,
         }
         self._source = make_source(dataset, order, **self._reading)
-        self._pipelines = [FieldPipeline(by_field[name], dataset.field(name), reuse=reuse) for name in dataset.fields]
+        self._pipelines = [
+            FieldPipeline(by_field[name], dataset.field(name), kind, reuse=reuse)
+            for name, kind in self._source.kinds.items()
+        ]
         converters = [pipeline.converter for pipeline in self._pipelines]
-        for name, converter in zip(dataset.fields, converters, strict=True):
-            if isinstance(converter, AnySizeConverter):
-                named, sizes = partial(name_of_sample, self._source.reader), self._source.reader.image_sizes_of(name)
-                converter.attach(sizes, named, self._source.num_threads)
-            if isinstance(converter, (AugmentConverter, RowConverter)):
-                converter.threads.limit = num_threads
-            converter.prepare(target if isinstance(converter, AnySizeConverter) else self._source.device)
+        name_of = partial(name_of_sample, self._source.reader)
+        for converter in converters:
+            converter.attach(self._source.reader, name_of, num_threads, target)
+            converter.prepare(self._source.device)
         self._budget = MemoryBudget(self._source, converters, memory_bytes, reuse=reuse)
         self._plan = self._budget.plan(resident, order, min_chunks=min_chunks)
         self.is_resident = self._plan is None
@@ -300,7 +300,10 @@ class ChunkLoader(Resumable):
         by_name = ByName({name: own.converter.pair for name, own in zip(dataset.fields, self._pipelines, strict=True)})
         self._by_name = by_name if dataset.as_dict else None
         moved_to = None if target == self._source.device else target
-        self._maker = BatchMaker(self._pipelines, keep=keep, device=moved_to, by_name=self._by_name)
+        counts = [num_tensors(converter.pair) for converter in converters]
+        memory = SingleBuffer() if reuse else BatchMemory()
+        self._mixer = None if mixing is None else Mixer(mixing, fields, counts, memory.empty)
+        self._maker = BatchMaker(self._pipelines, keep=keep, device=moved_to, by_name=self._by_name, mixer=self._mixer)
         self.report = EpochReport()
         self._feed: WindowStream | Resident | None = None
         self._iterated: WindowStream | Resident | None = None
@@ -347,13 +350,15 @@ class ChunkLoader(Resumable):
             name: [replace(one, channels_last=False) if isinstance(one, ToDtype) else one for one in each]
             for name, each in leading.items()
         }
+        if self._mixer is not None and not self._maker.finishes:
+            of_samples[self._mixer.names[0]].append(self._mixer.transform)
         return self._data.with_transforms(of_samples) if any(of_samples.values()) else self._data
 
     def collate_fn(self, samples: Any) -> Any:
         """Make a batch of this loader from samples of its `dataset`, on its device."""
         batch = collate(samples)
         tensors = batch if self._by_name is None else self._by_name.tensors(batch)
-        return self._maker.finish(tuple(each.to(self._device) for each in tensors))
+        return self._maker.finish_collated(tuple(each.to(self._device) for each in tensors))
 
     @property
     def batch_size(self) -> int | None:
@@ -538,7 +543,7 @@ class ChunkLoader(Resumable):
         order, source = self.order, self._source
         echo = "" if self._echo == 1 else f"; echo {self._echo:g}"
         converters = (pipeline.converter for pipeline in self._pipelines)
-        decoders = "".join(f"; {item.decoder}" for item in converters if isinstance(item, AnySizeConverter))
+        decoders = "".join(f"; {item.decoder}" for item in converters if item.decoder)
         number = "batches" if self._given is not None else f"{len(self)} batches"
         return printable(
             f"ChunkLoader({str(source.reader.path)!r} to {self._device}: {number} of {order.batch_text}; "

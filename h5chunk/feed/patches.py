@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from h5chunk.errors import OptionError, check_whole, count_text, printable
+from h5chunk.feed.columns import torch_dtype
 from h5chunk.feed.dataset import ChunkDataset, without_numbers
-from h5chunk.feed.layout import torch_dtype
 from h5chunk.feed.patch_weights import Weights, read_weights, weights_field
 from h5chunk.feed.skipping import MAX_SKIPPED, RAISE
 from h5chunk.plan.draws import epoch_rows

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk.errors import FileError, WorkerError, closed, lost_by_fork, printable
-from h5chunk.feed.frames import FrameBuffers
+from h5chunk.feed.columns import Destination
 from h5chunk.feed.skipping import Bad
 from h5chunk.native import CANCELLED, DONE, Ending, LastingTasks, NativePool, NativeTasks, Result, available
 from h5chunk.plan.order import Window
@@ -338,16 +338,16 @@ class ReadPool:
         slot.tasks.aim(window.rows, window.destinations, window.samples, slot.begin_again())
         return slot.tasks
 
-    def _field_tasks(self, name: str, window: Window, out: Any) -> Iterable[ReadTask]:
+    def _field_tasks(self, name: str, window: Window, to: Destination) -> Iterable[ReadTask]:
         """Return the tasks that read a field. Small fields are copied at once, and need no task."""
+        out: Any = to.out
         if name in self._numbered:
             values = self._numbered[name](window.samples)
             out.view(values.dtype).reshape(values.shape)[:] = values
             return ()
         rows, destinations, samples = window.rows, window.destinations, window.samples
-        if isinstance(out, FrameBuffers):
-            rows = samples = out.rows
-            destinations, out = np.arange(len(rows)), out.values
+        if to.rows is not None:
+            rows, destinations, samples = to.rows, np.arange(len(to.rows)), to.rows
         if name in self._whole:
             gather = RowGather(self._whole[name], samples, out)
             if out.nbytes > QUICK_BYTES:

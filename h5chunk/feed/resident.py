@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -21,17 +22,15 @@ import torch
 from h5chunk.errors import FileError, WorkerError
 from h5chunk.feed.batches import BatchMaker, EpochReport, Tensors
 from h5chunk.feed.budget import LOADING_SLOTS, DataSource
-from h5chunk.feed.frames import FrameLayout, Frames
-from h5chunk.feed.layout import FieldLayout, slot_bytes
+from h5chunk.feed.columns import Columns, slot_bytes
 from h5chunk.feed.skipping import Bad, check_skipped
-from h5chunk.feed.slots import KEPT, BatchMemory, Fields, gather, to_device
+from h5chunk.feed.slots import KEPT, BatchMemory, to_device
 from h5chunk.feed.stream import BadSamplesError, WindowStream
 from h5chunk.native import DONE, GATHER, JOB, NativePool, available
 from h5chunk.plan.draws import REPEAT, Draws
 from h5chunk.plan.order import Epoch, Order
 from h5chunk.plan.selection import FixedSelection
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
-from h5chunk.transforms.csr import CsrRows, SampleNumbers
 
 AHEAD = 3  # batches per thread that are gathered ahead: few enough to stay in a processor's cache
 AHEAD_BYTES = 16 << 20  # limit on the batches that are gathered ahead
@@ -48,7 +47,7 @@ class Resident:
     def __init__(self, source: DataSource, piece_samples: int, echo: float) -> None:
         """Read all samples, in the order of the file, ``piece_samples`` at a time."""
         self._device, self._echo, self._skipping, self._bad = source.device, echo, source.skipping, Bad()
-        self._fields: list[Any] = []
+        self._columns: Columns = ()
         while True:
             self._subset = source.subset
             try:
@@ -58,32 +57,34 @@ class Resident:
                 self._bad |= error.bad
             samples = np.arange(source.reader.num_samples) if source.subset is None else source.subset
             source = replace(source, subset=np.setdiff1d(samples, list(self._bad)))
-        self._memory = BatchMemory(KEPT * len(source.layouts)) if source.device.type == "cpu" else None
+        self._memory = BatchMemory(KEPT * len(source.kinds)) if source.device.type == "cpu" else None
         self._ahead: GatherAhead | None = None
-        if self._memory is not None and available() and all(isinstance(field, torch.Tensor) for field in self._fields):
-            self._ahead = GatherAhead(self._fields, source.num_threads)
+        if self._memory is not None and available() and all(kind.is_fixed for kind in source.kinds.values()):
+            self._ahead = GatherAhead(self._columns, source.num_threads)
         self._process = os.getpid()
         self._planned: dict[int, _DrawnOrder] = {}
 
     def _read(self, source: DataSource, piece_samples: int) -> None:
-        num_samples, source = source.num_samples, replace(source, layouts=source.pieces)
+        num_samples, source = source.num_samples, replace(source, kinds=source.pieces)
         on_cpu = self._device.type == "cpu"  # then the whole data is one piece, which is kept without a copy
         piece_samples = num_samples if on_cpu else piece_samples
         order = Order(num_samples, chunk_samples=1, batch_size=piece_samples, window_chunks=1, shuffle=False)
         if source.subset is not None:
             order = replace(order, selection=FixedSelection(np.arange(num_samples + 1), source.subset))
         num_slots = 1 if on_cpu else LOADING_SLOTS
-        plan = SlotPlan(order, num_slots, num_slots, piece_samples, slot_bytes(source.layouts, piece_samples))
+        plan = SlotPlan(order, num_slots, num_slots, piece_samples, slot_bytes(source.kinds, piece_samples))
         stream = WindowStream(source, plan, lends_slot=True, once=True)
         try:
             pieces = stream.windows(order)
             if on_cpu:
-                self._fields = list(next(pieces))
+                self._columns = next(pieces)
                 return
-            self._fields = [_empty(layout, source, self._device) for layout in source.layouts.values()]
+            kinds, samples = source.kinds.values(), np.arange(num_samples) if source.subset is None else source.subset
+            allocate: Any = partial(_on_device, self._device)
+            self._columns = tuple(kind.empty(samples, allocate) for kind in kinds)
             for number, piece in enumerate(pieces):
-                for field, part in zip(self._fields, piece, strict=True):
-                    _put(field, number * piece_samples, part)
+                for kind, column, part in zip(kinds, self._columns, piece, strict=True):
+                    kind.put(column, number * piece_samples, part)
         finally:
             stream.close()
 
@@ -94,7 +95,7 @@ class Resident:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
-        self._fields.clear()
+        self._columns = ()
 
     def batches(self, order: Epoch, maker: BatchMaker, report: EpochReport, start: int = 0) -> Iterator[Any]:
         """Yield the batches of an epoch, starting at batch ``start``, while the next epoch's order is computed."""
@@ -113,10 +114,9 @@ class Resident:
         for planned in order.keys(start):
             keys = self._without_bad(planned, max(1, len(planned)), order, report)
             samples = self._positions(keys % REPEAT if self._bad else order.numbers_of(keys))
-            numbers = SampleNumbers(samples, to_device(samples, self._device))
-            fields, draws = gather(self._all(maker), numbers, self._memory), Draws(order.seed, order.epoch, keys)
+            taken = maker.take(self._columns, to_device(samples, self._device), self._memory)
             try:
-                made = maker.make(fields, draws, max(1, len(keys)))
+                made = maker.make(taken, Draws(order.seed, order.epoch, keys), max(1, len(keys)))
             except FileError as error:
                 check_skipped(self._skipping, error)
                 made = [self._made_again(planned, keys, order, maker, report)]
@@ -138,10 +138,9 @@ class Resident:
         assert self._skipping is not None
 
         def make(own: np.ndarray) -> Tensors:
-            samples = self._positions(own % REPEAT)
-            numbers = SampleNumbers(samples, to_device(samples, self._device))
-            fields = gather(self._all(maker), numbers, self._memory)
-            return maker.make(fields, Draws(order.seed, order.epoch, own, use), len(own))[0]
+            samples = to_device(self._positions(own % REPEAT), self._device)
+            taken = maker.take(self._columns, samples, self._memory)
+            return maker.make(taken, Draws(order.seed, order.epoch, own, use), len(own))[0]
 
         _, batch, replaced = self._skipping.remade(planned, keys, self._bad, order, make)
         report.add_skipped(replaced)
@@ -155,7 +154,7 @@ class Resident:
         left = fresh + num_echoed(self._echo, fresh)
         without = fresh - math.ceil(len(keys) / order.batch_size)  # 1 if the last batch is empty
         together = 1 if self._memory is not None else maker.num_gathered(order.batch_size)
-        if self._ahead is not None and maker.changes_nothing:
+        if self._ahead is not None and maker.passes_columns:
             together = self._ahead.num_together(order.batch_size)
         for number in count():
             samples = self._positions(keys % REPEAT if self._bad else order.numbers_of(keys))
@@ -174,8 +173,7 @@ class Resident:
                 yield from made[:left]
                 left -= len(made[:left])
             if left and (without if not number else not len(samples)):
-                nothing = SampleNumbers(samples[:0], to_device(samples[:0], self._device))
-                gathered = gather(tuple(self._fields), nothing, self._memory)
+                gathered = maker.take(self._columns, to_device(samples[:0], self._device), self._memory)
                 yield from maker.make(gathered, draws.part(0, 0), order.batch_size)
                 left -= 1
             if not left:
@@ -187,16 +185,13 @@ class Resident:
         """Convert sample numbers in the file to positions in the data that is kept."""
         return samples if self._subset is None else np.searchsorted(self._subset, samples)
 
-    def _gathered(self, samples: np.ndarray, size: int, maker: BatchMaker, batch_size: int) -> Iterator[Fields]:
+    def _gathered(self, samples: np.ndarray, size: int, maker: BatchMaker, batch_size: int) -> Iterator[Columns]:
         if self._ahead is not None and self._ahead.is_worthwhile(batch_size):
             yield from self._ahead.batches(samples, size)
             return
-        numbers = SampleNumbers(samples, to_device(samples, self._device))
+        numbers = to_device(samples, self._device)
         for first in range(0, len(samples), size):  # a suspended generator must not keep the fields
-            yield gather(self._all(maker), numbers.part(first, first + size), self._memory)
-
-    def _all(self, maker: BatchMaker) -> Fields:
-        return tuple(self._fields) if self._memory is not None else maker.by_number(self._fields)
+            yield maker.take(self._columns, numbers.part(first, first + size), self._memory)
 
     def _plan(self, order: Order) -> _DrawnOrder:
         if self._process != os.getpid():  # a fork has no threads
@@ -209,34 +204,8 @@ class Resident:
         return plan
 
 
-def _empty(layout: Any, source: DataSource, device: torch.device) -> torch.Tensor | CsrRows | Frames:
-    """Allocate memory for all samples of a field, given its layout in `DataSource.pieces`."""
-    num_samples = source.num_samples
-    if isinstance(layout, FrameLayout):
-        samples = np.arange(num_samples) if source.subset is None else source.subset
-        rows, table = layout.reader.distinct_rows(layout.name, samples)
-        (shape, kind), _ = layout.arrays(len(rows), num_samples)
-        return layout.frames(torch.empty(shape, dtype=kind, device=device), torch.from_numpy(table).to(device), rows)
-    first, *entries = (torch.empty(shape, dtype=kind, device=device) for shape, kind in layout.capacity(num_samples))
-    if isinstance(layout, FieldLayout):
-        return first
-    starts = layout.starts_of(source.subset)
-    return CsrRows(first.copy_(torch.from_numpy(starts)), starts, entries[0], (*entries, None)[1])
-
-
-def _put(field: Any, first: int, part: Any) -> None:
-    """Copy ``part``, which contains consecutive samples, into a field, starting at sample ``first``."""
-    if isinstance(field, torch.Tensor):
-        field[first : first + len(part)].copy_(part)
-        return
-    if isinstance(field, Frames):
-        where = np.searchsorted(field.rows, part.rows)
-        field.values.index_copy_(0, to_device(where, field.values.device), part.values)
-        return
-    start, stop = (int(field.host_starts[row]) for row in (first, first + len(part)))
-    field.indices[start:stop].copy_(part.indices)
-    if field.values is not None:
-        field.values[start:stop].copy_(part.values)
+def _on_device(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 class _DrawnOrder:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +23,11 @@ from torch.utils.data import get_worker_info
 
 from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.collate import Batch, TaggedBatch
+from h5chunk.feed.columns import ragged_kind, torch_dtype
 from h5chunk.feed.disk_cache import DiskCache
 from h5chunk.feed.kept_rows import KeptRows, num_kept_chunks
-from h5chunk.feed.layout import ArrayShape, ragged_layout, torch_dtype
 from h5chunk.feed.memory import Assemble, SharedMemory
-from h5chunk.feed.slots import KEPT, BatchMemory, CsrWindow
+from h5chunk.feed.slots import KEPT, BatchMemory
 from h5chunk.feed.stored_tables import decoded, name_of_sample
 from h5chunk.machine import available_cores
 from h5chunk.plan.cache import CacheSettings
@@ -41,6 +41,7 @@ from h5chunk.store.read.ragged import ImagesField, RaggedField, SeriesField
 from h5chunk.store.read.reader import Source
 from h5chunk.transforms import (
     BATCH_TRANSFORMS,
+    DRAWN,
     Converter,
     Normalize,
     ToDtype,
@@ -49,14 +50,13 @@ from h5chunk.transforms import (
     compile_transforms,
     transforms_by_field,
 )
-from h5chunk.transforms.any_size import AnySizeConverter, whole_images
-from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
-from h5chunk.transforms.csr import CsrRows, Entries, fresh, make_csr, scatter
+from h5chunk.transforms.any_size import whole_images
+from h5chunk.transforms.converter import Loaded, loaded
+from h5chunk.transforms.csr import CsrRows, fresh, make_csr
 from h5chunk.transforms.hold_out import as_array
-from h5chunk.transforms.images import ImageConverter, convert
-from h5chunk.transforms.pairs import ByName, Pair, num_tensors
-from h5chunk.transforms.ragged import RaggedConverter
-from h5chunk.transforms.rows import RowConverter
+from h5chunk.transforms.images import convert
+from h5chunk.transforms.mixing import Mixer, split_mixing
+from h5chunk.transforms.pairs import ByName, Packed, Pair, num_tensors
 
 SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, with small rows, are kept in memory
 
@@ -67,12 +67,12 @@ class SampleTransforms:
     """The transforms of a data set, separated into transforms of batches and transforms of single samples.
 
     ``converters`` convert batches: the rows of a matrix, samples of different lengths, and images that are augmented.
-    ``by_name`` makes dicts of the tensors of a batch.
+    ``by_name`` makes dicts of the tensors of a batch. The ``mixer``, if any, mixes finished batches.
     """
 
     def __init__(self, transforms: Transforms | None, fields: Mapping[str, Field | RaggedField]) -> None:
         self.given = transforms
-        by_field = transforms_by_field(transforms, fields)
+        by_field, mixing = split_mixing(transforms_by_field(transforms, fields))
         self.converters: dict[str, Converter] = {}
         self._each: list[Sequence[Callable[[Any], Any]]] = []  # of each value of a sample
         kinds: dict[str, type[Pair] | None] = {}
@@ -83,7 +83,8 @@ class SampleTransforms:
             self._each += [others] * num_tensors(kinds[name])
         self.by_name = ByName(kinds)
         self.has_each = any(self._each)
-        self._draws = any(each.is_random for each in self.converters.values())
+        self.mixer = None if mixing is None else Mixer(mixing, fields, list(map(num_tensors, kinds.values())))
+        self._draws = mixing is not None or any(each.is_random for each in self.converters.values())
 
     def _compile(self, transforms: Sequence[Any], field: Field | RaggedField) -> Sequence[Callable[[Any], Any]]:
         """Create the converter of a field if it needs one, and return the transforms for single samples."""
@@ -94,15 +95,13 @@ class SampleTransforms:
                 "channels_last is for batches, but a data set transforms single samples: use a ChunkLoader"
             )
         needs = field.scale is not None or isinstance(field, SeriesField)
-        if needs or any(isinstance(each, AUGMENTING) for each in transforms):
+        if needs or any(isinstance(each, DRAWN) for each in transforms):
             converter, others = compile_transforms(transforms, field, stored, fresh)
-            if isinstance(converter, RowConverter) and converter.makes_csr and others:
+            if converter.whole_by and others:
                 raise OptionError(
-                    "transforms has functions of a sample, but Csr makes whole batches: pass them as collate_fn"
+                    f"transforms has functions of a sample, but {converter.whole_by} makes whole batches: pass them as "
+                    "collate_fn"
                 )
-            if isinstance(converter, RaggedConverter) and others:
-                raise OptionError("transforms has functions of a sample after Pad or Pack: pass them as collate_fn")
-            assert not isinstance(converter, ImageConverter)
             self.converters[field.name], transforms = converter, others
         return tuple(
             partial(_apply_to_sample, each, field) if isinstance(each, BATCH_TRANSFORMS) else each
@@ -111,8 +110,7 @@ class SampleTransforms:
 
     def packs(self, name: str | None) -> bool:
         """Return whether the samples of a field that differ in length are concatenated."""
-        converter = self.converters.get(name or "")
-        return isinstance(converter, RaggedConverter) and converter.packs
+        return getattr(self.converters.get(name or ""), "pair", None) is Packed
 
     def draws(self, indices: Any, rows: np.ndarray) -> Draws:
         """Return the random draws for samples. Without a sampler, seed and epoch come from torch, anew at each read."""
@@ -137,39 +135,6 @@ def _apply_to_sample(transform: Callable[[Any], Any], field: Field | RaggedField
     if is_stored and isinstance(transform, (Normalize, ToDtype)):
         return convert(transform, sample[None], field.axes)[0]
     return transform(sample[None])[0]
-
-
-class Loaded(NamedTuple):
-    """The samples of a field before memory is allocated: the shapes of the tensors, and a function that fills them.
-
-    If there are ``num_columns``, three tensors are the parts of one CSR tensor.
-    """
-
-    shapes: list[ArrayShape]
-    fill: Callable[[Tensors], None]
-    num_columns: int | None = None
-
-
-def _loaded(*parts: torch.Tensor, num_columns: int | None = None) -> Loaded:
-    """Wrap samples that have already been read, and only have to be copied.
-
-    NumPy copies them, because torch would start threads that wait for each other on busy cores.
-    """
-
-    def fill(tensors: Tensors) -> None:
-        for part, tensor in zip(parts, tensors, strict=True):
-            np.copyto(as_array(tensor), as_array(part))
-
-    return Loaded([(tuple(part.shape), part.dtype) for part in parts], fill, num_columns)
-
-
-def _scatter(entries: Entries, tensors: Tensors) -> None:
-    scatter(tensors[0], entries)
-
-
-def _augmented(convert: AugmentConverter, images: torch.Tensor, draws: Draws) -> Loaded:
-    """Wrap images that are augmented while they are written to the memory of their batch."""
-    return Loaded([(convert.shape(len(images)), convert.dtype)], lambda out: convert.fill(images, draws, out[0]))
 
 
 @functools.cache
@@ -215,13 +180,13 @@ class SampleReader:
         ``numbered`` has the values of fields that are not in the file. With ``shared``, the batch is put into memory
         that is shared with the main process of a DataLoader. ``ordered`` is true if a sampler drew the samples.
         """
-        loaded: list[Loaded | list[Any]] = []
+        found: list[Loaded | list[Any]] = []
         packed: list[int] = []
         for name in names:
             convert = self._converters.get(name)
-            packed += [len(loaded)] if isinstance(convert, RaggedConverter) and convert.packs else []
-            loaded += self._load(name, draws, numbered.get(name), ordered)
-        numbers = [each for each in loaded if isinstance(each, Loaded)]
+            packed += [len(found)] if convert is not None and convert.pair is Packed else []
+            found += self._load(name, draws, numbered.get(name), ordered)
+        numbers = [each for each in found if isinstance(each, Loaded)]
         shapes = [shape for each in numbers for shape in each.shapes]
         assemble = _assemble(tuple(each.num_columns for each in numbers))
         if shared:
@@ -237,31 +202,34 @@ class SampleReader:
         opened = self._opened
         if opened is not None and not opened.files.are_several and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
-        if len(numbers) == len(loaded):  # `SharedFields` stay whole, and are sent to the other process without a copy
+        if len(numbers) == len(found):  # `SharedFields` stay whole, and are sent to the other process without a copy
             return Batch(fields, len(draws.samples), packed)
         made = iter(fields)
-        whole = tuple(next(made) if isinstance(each, Loaded) else each for each in loaded)
+        whole = tuple(next(made) if isinstance(each, Loaded) else each for each in found)
         return Batch(whole, len(draws.samples), packed)
+
+    def share(self, fields: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Copy the fields of a batch to memory that is shared with the main process, if all are dense tensors."""
+        if not all(isinstance(each, torch.Tensor) and each.layout == torch.strided for each in fields):
+            return fields
+        shared = self._shared.empty([(tuple(each.shape), each.dtype) for each in fields])
+        for own, out in zip(fields, shared.tensors, strict=True):
+            np.copyto(as_array(out), as_array(own))
+        return shared
 
     def _load(self, name: str, draws: Draws, numbers: np.ndarray | None, ordered: bool) -> Sequence[Loaded | list[Any]]:
         """Load the samples of a field: one item, or inputs and targets if entries are held out. Strings are a list."""
         if numbers is not None and numbers.dtype.kind == "S":
             return [decoded(numbers).tolist()]
         if numbers is not None:
-            return [_loaded(torch.from_numpy(numbers))]
+            return [loaded(torch.from_numpy(numbers))]
         field, rows, convert = self._reader.fields[name], draws.numbers, self._converters.get(name)
-        if isinstance(convert, RowConverter):
-            return self._load_matrix(field, draws, convert, ordered)
-        if isinstance(convert, RaggedConverter):
-            return [_loaded(part) for part in convert(self._read_entries(name, rows), True, draws)]
+        if convert is not None:
+            return convert.load(self._samples(field, rows, ordered), draws)
         if isinstance(field, ImagesField):
-            return [self._load_any_size(field, draws, convert)]
-        shape = (len(rows), *field.sample_shape)
-        if isinstance(convert, AugmentConverter):
-            images = np.empty(shape, field.dtype)
-            self._read(name, rows, images)
-            return [_augmented(convert, torch.from_numpy(images), draws)]
-        dtype = torch_dtype(field.dtype, name)
+            sizes = self._reader.image_sizes_of(name)
+            return [whole_images(self._read_entries(name, rows), rows, sizes, field, self._name_of)]
+        shape, dtype = (len(rows), *field.sample_shape), torch_dtype(field.dtype, name)
         if dtype is None:
             text = np.empty(shape, field.dtype)
             self._read(name, rows, text)
@@ -270,33 +238,15 @@ class SampleReader:
             Loaded([(shape, dtype)], lambda tensors: self._read(name, rows, as_array(tensors[0]).view(field.dtype)))
         ]
 
-    def _load_any_size(self, field: ImagesField, draws: Draws, convert: Any) -> Loaded | list[torch.Tensor]:
-        """Load and decode images of any size, as one tensor if they are augmented, otherwise as a list."""
-        rows, sizes = self._read_entries(field.name, draws.numbers), self._reader.image_sizes_of(field.name)
-        if isinstance(convert, AnySizeConverter):
-            convert.attach(sizes, self._name_of, 1 if get_worker_info() else None)
-            return _loaded(convert(rows, True, draws))
-        return whole_images(rows, draws.numbers, sizes, field, self._name_of)
-
-    def _load_matrix(
-        self, field: Field | RaggedField, draws: Draws, convert: RowConverter, ordered: bool
-    ) -> list[Loaded]:
-        rows = draws.numbers
-        if isinstance(field, Field):
-            stored = np.empty((len(rows), *field.sample_shape), field.dtype)
-            self._read(field.name, rows, stored)
-            converted = convert(torch.from_numpy(stored), True, draws)
-            return [_loaded(part) for part in (converted if isinstance(converted, tuple) else (converted,))]
-        shape, entries = (len(rows), convert.num_columns), self._entries(field.name, rows, ordered)
-        if (copied := convert.copied(entries)) is not None:
-            return [Loaded(*copied, convert.num_columns)]
-        if convert.hold_out is None and not convert.makes_csr:
-            return [Loaded([(shape, convert.dtype)], lambda tensors: convert.make_dense(entries, tensors[0]))]
-        parts = convert.parted(entries, draws)
-        if convert.makes_csr:
-            columns = convert.num_columns
-            return [_loaded(part.starts, part.columns, part.values, num_columns=columns) for part in parts]
-        return [Loaded([(shape, convert.dtype)], partial(_scatter, part)) for part in parts]
+    def _samples(self, field: Field | RaggedField, rows: np.ndarray, ordered: bool) -> torch.Tensor | CsrRows:
+        """Read the samples that a converter converts."""
+        if isinstance(field, MatrixField):
+            return self._entries(field.name, rows, ordered)
+        if not isinstance(field, Field):
+            return self._read_entries(field.name, rows)
+        stored = np.empty((len(rows), *field.sample_shape), field.dtype)
+        self._read(field.name, rows, stored)
+        return torch.from_numpy(stored)
 
     def _read(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
         opened = self._open()
@@ -315,22 +265,21 @@ class SampleReader:
 
     def _read_entries(self, name: str, rows: np.ndarray) -> CsrRows:
         opened = self._open()
-        window = CsrWindow(opened.layouts[name], rows)
-        arrays = [torch.empty(shape, dtype=dtype) for shape, dtype in window.shapes]
-        room = window.destination(arrays)
+        kind = opened.kinds[name]
+        column = kind.empty(rows, fresh)
         if len(rows):
-            opened.read(name, rows, room)
-        window.check()
-        return window.samples(arrays)
+            opened.read(name, rows, kind.destination(column).out)
+        kind.check(column)
+        return column
 
     def _open(self) -> _OpenFields:
         opened = self._opened  # another thread may close the files meanwhile
         if opened is None or opened.process != os.getpid():
             self._opened = opened = _OpenFields(self._reader, self.cache, self._skips)
-            if (worker := get_worker_info()) is not None:  # the workers share the cores
-                for convert in self._converters.values():
-                    if isinstance(convert, (AugmentConverter, RowConverter)):
-                        convert.threads.limit = max(1, available_cores() // worker.num_workers)
+            worker = get_worker_info()  # the workers share the cores
+            num_threads = None if worker is None else max(1, available_cores() // worker.num_workers)
+            for convert in self._converters.values():
+                convert.attach(self._reader, self._name_of, num_threads, torch.device("cpu"))
         return opened
 
     def close(self) -> None:
@@ -382,7 +331,7 @@ class _OpenFields:
 
     def __init__(self, reader: Source, cache: CacheSettings, skips: bool) -> None:
         self.process, self._reader = os.getpid(), reader
-        self.layouts = {name: ragged_layout(reader, field) for name, field in reader.ragged_fields.items()}
+        self.kinds = {name: ragged_kind(reader, field) for name, field in reader.ragged_fields.items()}
         self.fields = field_readers(reader)[0]
         self._cache = DiskCache(reader, self.fields)
         self.files = OpenFiles(reader)
@@ -408,14 +357,14 @@ class _OpenFields:
         return kept if owner == thread else None
 
     def _keep(self, name: str, order: Order) -> KeptRows | None:
-        layout, worker = self.layouts[name], get_worker_info()
-        if not layout.indptr[-1]:
+        kind, worker = self.kinds[name], get_worker_info()
+        if not kind.indptr[-1]:
             return None
         num_workers = 1 if worker is None else worker.num_workers
-        matrices = [self.layouts[each] for each, field in self._reader.fields.items() if isinstance(field, MatrixField)]
+        matrices = [self.kinds[each] for each, field in self._reader.fields.items() if isinstance(field, MatrixField)]
         if num_chunks := num_kept_chunks(self._reader, matrices, order, num_workers):
             with suppress(OSError):  # some machines refuse to reserve so much memory
-                return KeptRows(self._reader, layout, num_chunks, partial(self.read, name))
+                return KeptRows(self._reader, kind, num_chunks, partial(self.read, name))
         return None
 
     def close(self) -> None:

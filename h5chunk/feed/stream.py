@@ -61,12 +61,12 @@ import torch
 from h5chunk.errors import FileError, closed, lost_by_fork
 from h5chunk.feed.batches import BatchMaker, EpochReport, Tensors, drop, with_images
 from h5chunk.feed.budget import DataSource
+from h5chunk.feed.columns import Columns, slot_bytes
 from h5chunk.feed.cuda_slots import CudaSlot, PinnedBuffer, num_pinned
 from h5chunk.feed.fetches import RemoteReadPool
-from h5chunk.feed.layout import slot_bytes
 from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.feed.skipping import Bad, check_skipped
-from h5chunk.feed.slots import KEPT, BatchMemory, CpuSlot, Fields
+from h5chunk.feed.slots import KEPT, BatchMemory, CpuSlot, to_device
 from h5chunk.plan.draws import REPEAT, Draws
 from h5chunk.plan.order import Epoch, Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
@@ -209,6 +209,8 @@ class WindowStream:
         self._lends_slot, self._echo, self._once, self._together = lends_slot, echo, once, plan.together
         self._source, self._num_slots = source, plan.num_slots
         self._num_local = plan.num_local
+        # memory for the samples of echoes
+        self._gathered = BatchMemory(KEPT * len(source.kinds)) if source.device.type == "cpu" else None
         self._process = os.getpid()
         self._open: dict[WindowRead, None] = {}  # windows in the order of reading
         self._batches: dict[tuple[int, int], WindowRead] = {}  # reads, by epoch and number
@@ -245,24 +247,23 @@ class WindowStream:
 
     def _make_slots(self, plan: SlotPlan) -> Iterator[Any]:
         source = self._source
-        layouts, num_samples = source.layouts, plan.window_samples
+        kinds, num_samples = source.kinds, plan.window_samples
         if source.device.type == "cpu":
             kept = KEPT if plan.order.is_pure else plan.num_slots  # no window is read ahead at the end of an epoch
-            memory = None if self._lends_slot or source.has_frames else BatchMemory(kept * len(layouts))
-            gathered = BatchMemory(KEPT * len(layouts))
+            memory = None if self._lends_slot or source.has_frames else BatchMemory(kept * len(kinds))
             for _ in range(plan.num_slots):
-                yield CpuSlot(layouts, num_samples, memory, gathered)
+                yield CpuSlot(kinds, num_samples, memory)
             return
         self._copies, current = torch.cuda.Stream(source.device), torch.cuda.current_stream(source.device)
         pinned: deque[PinnedBuffer] = deque()  # those that no slot uses
-        enough = num_pinned(plan.num_slots, slot_bytes(layouts, num_samples))
+        enough = num_pinned(plan.num_slots, slot_bytes(kinds, num_samples))
         enough = plan.num_slots if source.reader.is_remote else enough  # else fewer windows would be fetched at a time
         for number in range(plan.num_slots):
             with torch.cuda.stream(current):  # the caller's, also in the thread that makes slots
                 if number < enough:
-                    self._pinned.append(PinnedBuffer(layouts, num_samples))
+                    self._pinned.append(PinnedBuffer(kinds, num_samples))
                     pinned.append(self._pinned[-1])
-                slot = CudaSlot(layouts, num_samples, pinned, self._copies)
+                slot = CudaSlot(kinds, num_samples, pinned, self._copies)
             yield slot
             del slot
 
@@ -396,7 +397,7 @@ class WindowStream:
             count = plan.num_slots
         self._free.extend(islice(self._make_slots(plan), count))
 
-    def windows(self, order: Order) -> Iterator[Fields]:
+    def windows(self, order: Order) -> Iterator[Columns]:
         """Yield the fields of each window of the first epoch. They are valid until the next window is requested."""
         self._next, self._report, left = None, EpochReport(), order.num_batches
         while left:
@@ -534,7 +535,7 @@ class WindowStream:
 
         def make(own: np.ndarray) -> Tensors:
             draws = Draws(order.seed, order.epoch, own, use)
-            return maker.make(read.slot.gather(places_of(own)), draws, len(own))[0]
+            return maker.make(self._taken(read, places_of(own), maker), draws, len(own))[0]
 
         keys, batch, replaced = skipping.remade(read.planned.keys[some], keys, read.bad, order, make)
         self._report.add_skipped(replaced)
@@ -543,8 +544,8 @@ class WindowStream:
 
     def _errors_of(self, parts: Sequence[np.ndarray]) -> list[BaseException | None]:
         """Try to read the samples of several arrays of keys, and return the error or None for each of them."""
-        layouts = {name: layout.for_any() for name, layout in self._source.layouts.items()}
-        reads = [self._pool.load(Window.of(keys), CpuSlot(layouts, len(keys), BatchMemory())) for keys in parts]
+        kinds = self._source.kinds
+        reads = [self._pool.load(Window.of(keys), CpuSlot(kinds, len(keys), BatchMemory())) for keys in parts]
         for read in reads:
             read.wait_for_threads(self._pool.timeout_s)
         return [read.error for read in reads]
@@ -565,11 +566,15 @@ class WindowStream:
                 some = samples[first : first + size]
                 draws = Draws(order.seed, order.epoch, window.keys[some], number + 1)
                 try:
-                    batches = maker.make(read.slot.gather(read.places_of(some)), draws, size)
+                    batches = maker.make(self._taken(read, read.places_of(some), maker), draws, size)
                 except FileError as error:
                     check_skipped(self._source.skipping, error)
                     batches = [self._made_again(read, some, order, maker, number + 1)]
                 yield from batches
+
+    def _taken(self, read: WindowRead, places: np.ndarray, maker: BatchMaker) -> tuple[Any, ...]:
+        """Copy samples of a window, given their positions in it, (n,) int64."""
+        return maker.take(read.slot.window, to_device(places, read.slot.device), self._gathered)
 
     def _release(self, read: WindowRead) -> None:
         self._put_back(read)

@@ -1,4 +1,4 @@
-/* Crop, resize, pad, flip, erase, normalise and cast images one after another. h5chunk/transforms/augment_rule.py
+/* Crop, resize, pad, flip, erase, normalise and cast images one after another. h5chunk/transforms/pixels.py
  * describes the arithmetic. */
 #include <stdlib.h>
 #include <string.h>

@@ -11,9 +11,9 @@ torchvision's ``v2``, or a function. A list of them is applied in order, on the 
 
 The transforms of this module are frozen dataclasses, and can be called like any function of a batch. Those at the start
 of a list are computed together, in one kernel and with one rounding at the end: crops, resizing, flips, `Cutout`,
-`RandomErasing`, `Normalize` and `ToDtype` for images; the last two for other dense fields; `Binarize`, `L2`, `Log1p`,
-`HoldOut`, `Dense` and `Csr` for a matrix, whose rows stay sparse until they are on the device. Without transforms,
-images keep their stored values, and rows of a matrix become dense float32.
+`RandomErasing`, `Normalize` and `ToDtype` for images, with another kernel for `ColorJitter`; the last two for other
+dense fields; `Binarize`, `L2`, `Log1p`, `HoldOut`, `Dense` and `Csr` for a matrix, whose rows stay sparse until they
+are on the device. Without transforms, images keep their stored values, and rows of a matrix become dense float32.
 
 The random transforms of images use different random numbers for each sample. These depend only on the seed of the
 loader or sampler, the epoch, the sample's number in the file and the transform's position among the random transforms
@@ -27,8 +27,11 @@ them raises OptionError::
 If an epoch uses a sample several times, because of ``echo`` or ``weights``, each use has different random numbers.
 With any sampler other than `h5chunk.ChunkSampler`, they come from torch's random generator.
 
-Other random transforms usually use the same random numbers for a whole batch: see `per_sample`. Transforms of several
-fields together, such as CutMix, belong in the training loop.
+`MixUp` and `CutMix`, or a `RandomChoice` of these, come last in the list of the images. They mix the samples of each
+batch, and its labels, with random numbers that depend on the first sample of the batch.
+
+Other random transforms usually use the same random numbers for a whole batch: see `per_sample`. Other transforms of
+several fields together belong in the training loop.
 """
 
 from __future__ import annotations
@@ -43,19 +46,24 @@ from h5chunk.store.read.fields import WINDOW, Field, MatrixField
 from h5chunk.store.read.ragged import ImagesField, RaggedField, SeriesField
 from h5chunk.transforms.any_size import AnySizeConverter
 from h5chunk.transforms.augment import (
-    GEOMETRIC,
+    AUGMENTING,
     AlternatingFlip,
     CenterCrop,
     Cutout,
+    Geometric,
     RandomCrop,
     RandomErasing,
     RandomHorizontalFlip,
     RandomResizedCrop,
     Resize,
 )
-from h5chunk.transforms.augmenting import AUGMENTING, AugmentConverter
+from h5chunk.transforms.colour import ColorJitter, ColourConverter
+from h5chunk.transforms.converter import Converter
+from h5chunk.transforms.csr import fresh
 from h5chunk.transforms.hold_out import HoldOut
-from h5chunk.transforms.images import ImageConverter, Normalize, ToDtype, channel_axis
+from h5chunk.transforms.images import AugmentConverter, ImageConverter, channel_axis
+from h5chunk.transforms.mixing import MIXING, CutMix, MixUp, RandomChoice
+from h5chunk.transforms.normalize import Normalize, ToDtype
 from h5chunk.transforms.per_sample import NO_NUMBERS, per_sample
 from h5chunk.transforms.ragged import LENGTH_TRANSFORMS, Pack, Pad, RaggedConverter
 from h5chunk.transforms.rows import L2, ROW_TRANSFORMS, Allocate, Binarize, Csr, Dense, Log1p, RowConverter
@@ -65,14 +73,18 @@ __all__ = [
     "AlternatingFlip",
     "Binarize",
     "CenterCrop",
+    "ColorJitter",
     "Csr",
+    "CutMix",
     "Cutout",
     "Dense",
     "HoldOut",
     "Log1p",
+    "MixUp",
     "Normalize",
     "Pack",
     "Pad",
+    "RandomChoice",
     "RandomCrop",
     "RandomErasing",
     "RandomHorizontalFlip",
@@ -82,11 +94,12 @@ __all__ = [
     "per_sample",
 ]
 
-IMAGE_TRANSFORMS = (Normalize, ToDtype, *AUGMENTING)
+DRAWN = (*AUGMENTING, ColorJitter)  # which need the draws of samples, or are computed with those that do
+IMAGE_TRANSFORMS = (Normalize, ToDtype, *DRAWN)
 BATCH_TRANSFORMS = (*IMAGE_TRANSFORMS, *ROW_TRANSFORMS, *LENGTH_TRANSFORMS)
+OWN_TRANSFORMS = (*BATCH_TRANSFORMS, *MIXING)
 Transform = Callable[[Any], Any]
 Transforms = Transform | Sequence[Transform] | Mapping[str, Transform | Sequence[Transform]]
-Converter = ImageConverter | AugmentConverter | RowConverter | RaggedConverter
 
 
 def transforms_by_field(
@@ -106,7 +119,7 @@ def transforms_by_field(
 
 def _check_masks(transforms: list[Transform], fields: Mapping[str, Field | RaggedField]) -> None:
     """Raise OptionError if transforms would crop or flip the first field, but not another one of the same size."""
-    moved = next((transform for transform in transforms if isinstance(transform, GEOMETRIC)), None)
+    moved = next((transform for transform in transforms if isinstance(transform, Geometric)), None)
     first, *others = fields
     like = next((name for name in others if _sides(fields[name]) == _sides(fields[first]) is not None), None)
     if moved is not None and like is not None:
@@ -160,9 +173,9 @@ def compile_transforms(
             )
         return RaggedConverter(transforms[:count], field, allocate), tuple(transforms[count:])
     if isinstance(field, ImagesField):
-        count = _leading(transforms, IMAGE_TRANSFORMS, Normalize, ToDtype)
+        count = _leading(transforms, IMAGE_TRANSFORMS, Normalize, ToDtype, ColorJitter)
         _check_late(transforms, count)
-        return AnySizeConverter(transforms[:count], field, allocate), tuple(transforms[count:])
+        return _convert_any_size(transforms[:count], field, allocate), tuple(transforms[count:])
     if field.scale is not None:
         assert isinstance(field, (Field, MatrixField))
         count = _leading(transforms, ROW_TRANSFORMS, (Dense, Csr), HoldOut)
@@ -171,21 +184,66 @@ def compile_transforms(
         count = next(after, count)  # the following transforms are applied to both inputs and targets
         _check_held_out(transforms, count, field)
         return RowConverter(transforms[:count], field, allocate), tuple(transforms[count:])
-    assert stored is not None
-    axis = channel_axis(field.sample_shape, field.axes)
-    count = _leading(transforms, IMAGE_TRANSFORMS, Normalize, ToDtype)
+    assert stored is not None and isinstance(field, Field)
+    count = _leading(transforms, IMAGE_TRANSFORMS, Normalize, ToDtype, ColorJitter)
     _check_late(transforms, count)
-    if any(isinstance(transform, AUGMENTING) for transform in transforms[:count]):
-        shape, is_mask = field.sample_shape, field.axes == "NHW"
-        axis = _image_axis(field)
-        augment = AugmentConverter(transforms[:count], stored, shape, axis, allocate, is_mask=is_mask)
-        return augment, tuple(transforms[count:])
-    converter = ImageConverter(transforms[:count], stored, field.sample_shape, axis, allocate)
-    return converter, tuple(transforms[count:])
+    return _convert_images(transforms[:count], field, stored, allocate), tuple(transforms[count:])
+
+
+def _convert_any_size(transforms: Sequence[Transform], field: ImagesField, allocate: Allocate) -> Converter:
+    """Return the converter of images that differ in size."""
+    place = _place_of_jitter(transforms)
+    if place is None:
+        return AnySizeConverter(transforms, field, allocate)
+    before = AnySizeConverter(transforms[:place], field, fresh)
+    return _with_colours(before, transforms[place:], before.result_shape, 0, allocate)
+
+
+def _convert_images(
+    transforms: Sequence[Transform], field: Field, stored: torch.dtype, allocate: Allocate
+) -> Converter:
+    """Return the converter of images of one size, or of other dense samples."""
+    shape, axis = field.sample_shape, channel_axis(field.sample_shape, field.axes)
+    place = _place_of_jitter(transforms)
+    if place is None and not any(isinstance(transform, AUGMENTING) for transform in transforms):
+        return ImageConverter(transforms, stored, shape, axis, allocate)
+    axis, is_mask = _image_axis(field), field.axes == "NHW"
+    if place is None:
+        return AugmentConverter(transforms, stored, shape, axis, allocate, is_mask=is_mask)
+    if is_mask or field.axes.startswith(WINDOW):
+        noun = "a mask, whose values are classes" if is_mask else "windows of frames"
+        raise OptionError(f"{transforms[place]} does not fit field {field.name!r}, which has {noun}: leave it out")
+    if not place:
+        return _with_colours(ImageConverter((), stored, shape, axis, fresh), transforms, shape, axis, allocate)
+    before = AugmentConverter(transforms[:place], stored, shape, axis, fresh)
+    return _with_colours(before, transforms[place:], before.result_shape, axis, allocate)
+
+
+def _place_of_jitter(transforms: Sequence[Transform]) -> int | None:
+    """Return the index of `ColorJitter`, or None. Raise OptionError if it is not between geometry and the others."""
+    place = next((number for number, each in enumerate(transforms) if isinstance(each, ColorJitter)), None)
+    for number, each in enumerate(transforms):
+        if place is None or isinstance(each, ColorJitter) or isinstance(each, Geometric) == (number < place):
+            continue
+        first, second = (transforms[place], each) if number < place else (each, transforms[place])
+        raise OptionError(f"{second} comes before {first}: put crops, resizing and flips first, then ColorJitter")
+    return place
+
+
+def _with_colours(
+    before: Converter, transforms: Sequence[Transform], shape: tuple[int, ...], axis: int, allocate: Allocate
+) -> ColourConverter:
+    """Return the converter of a list that goes on with ``transforms``, of which the first is `ColorJitter`."""
+    jitter, *rest = transforms
+    kind = AugmentConverter if any(isinstance(each, AUGMENTING) for each in rest) else ImageConverter
+    after = kind(rest, torch.uint8, shape, axis, allocate) if rest else None
+    return ColourConverter(before, jitter, after, shape, axis)  # type: ignore[arg-type]
 
 
 def _check_late(transforms: Sequence[Transform], count: int) -> None:
-    for late in (transform for transform in transforms[count:] if isinstance(transform, AUGMENTING)):
+    for late in (transform for transform in transforms[count:] if isinstance(transform, DRAWN)):
+        if isinstance(transforms[count], ColorJitter):
+            raise OptionError(f"{late} is the second ColorJitter of the list: leave it out")
         raise OptionError(f"{late} comes after {transforms[count]}: put it first, as {NO_NUMBERS}")
 
 

@@ -7,6 +7,7 @@ buffer and augmented on the GPU. If there are few threads, nvJPEG decodes them.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -36,13 +37,15 @@ from h5chunk.native.augment import (
 )
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.ragged import ImagesField, ImageSizes
-from h5chunk.transforms.augment_rule import AUGMENTING
-from h5chunk.transforms.augmenting import AugmentConverter
+from h5chunk.store.read.source import Source
+from h5chunk.transforms.augment import AUGMENTING, check_order, drawing_of
+from h5chunk.transforms.converter import Converter
 from h5chunk.transforms.csr import CsrRows
 from h5chunk.transforms.geometry import Size
 from h5chunk.transforms.nvjpeg import find_decoder, jpeg_sizes
+from h5chunk.transforms.pixels import Pixels, make_rule
 
-AHEAD = 2  # batches that are decoded while the caller uses another
+MAX_THREADS = 12  # unless the user asks for more
 ENOUGH_THREADS = 8  # to decode for a GPU; nvJPEG is no faster than these, and uses part of the GPU's time
 GAP = 2  # a JPEG is scaled while it is decoded only if a box stays this many times larger than its result
 REMEDY = "add RandomResizedCrop(224), or Resize(256) and CenterCrop(224), to transforms"
@@ -80,10 +83,11 @@ class Pending:
                 part.exception()
 
 
-class AnySizeConverter(AugmentConverter):
-    """Converts images of any size. `attach` must be called before any batch is made."""
+class AnySizeConverter(Converter):
+    """Converts images of any size: `CsrRows` of bytes."""
 
-    is_uncut = True
+    is_uncut = is_random = True
+    ahead = 2  # batches that are decoded while the caller uses another
 
     def __init__(
         self,
@@ -93,69 +97,78 @@ class AnySizeConverter(AugmentConverter):
     ) -> None:
         if not any(isinstance(each, AUGMENTING) for each in transforms):
             raise OptionError(f"the images of field {field.name!r} differ in size: {REMEDY}")
-        self._result_size = _size_after(transforms, field)
-        super().__init__(transforms, torch.uint8, (field.channels, *self._result_size), 0, allocate)
-        self._rule = replace(self._rule, interleaved=True)
+        check_order(transforms)
+        size = _size_after(transforms, field)
+        self._drawing = drawing_of(transforms)
+        self._drawing.size = size
+        rule = make_rule(transforms, (field.channels, *size), 0, size, is_mask=False)
+        self._pixels, self.dtype, self._allocate = Pixels(replace(rule, interleaved=True)), rule.dtype, allocate
+        self.sample_bytes = rule.channels * math.prod(size) * self.dtype.itemsize
+        self.result_shape = rule.shape(1)[1:]
+        self.threads = self._pixels.threads
         self._field, self._device = field, torch.device("cpu")
         self._decode_batch: Callable[..., torch.Tensor] | None = None
-        self.decoder = "pixels" if field.form == "raw" else ""
-
-    def _size(self) -> Size:
-        return self._result_size
+        self.decoder, self._num_threads = "pixels" if field.form == "raw" else "", 1
 
     def prepare(self, device: torch.device) -> None:
-        self._device = device
-        on_gpu = self._field.form == "encoded" and device.type == "cuda" and self._field.channels == 3
+        on_gpu = self._field.form == "encoded" and self._device.type == "cuda" and self._field.channels == 3
         if on_gpu and self._num_threads < ENOUGH_THREADS and (found := find_decoder()) is not None:
             self.decoder, self._decode_batch = found
-            self._rule = replace(self._rule, interleaved=False)
+            self._pixels.rule = replace(self._pixels.rule, interleaved=False)
         if not self.decoder:
             from h5chunk.sources import decode_any
 
             self.decoder = "JPEG by simplejpeg" if decode_any.simplejpeg else decode_any.MISSING
             self.decoder = "JPEG by libjpeg-turbo" if self._libjpeg() else self.decoder
-        super().prepare(device)
+        self._pixels.prepare(self._device)
+        self._drawing.is_pinned = self._device.type == "cuda"
 
-    def attach(self, sizes: ImageSizes, name_of: Callable[[int], str], num_threads: int | None = None) -> None:
-        """Set the sizes of all images, the function that returns the name of an image, and the number of threads."""
-        is_new = sizes is not self.__dict__.get("_image_sizes")  # a data set attaches them for every batch
-        most = max(int(sizes.heights.max(initial=0)), int(sizes.widths.max(initial=0))) if is_new else 0
+    def release(self) -> None:
+        self._pixels.release()
+
+    def attach(
+        self, source: Source, name_of: Callable[[int], str], num_threads: int | None, device: torch.device
+    ) -> None:
+        sizes = source.image_sizes_of(self._field.name)
+        most = max(int(sizes.heights.max(initial=0)), int(sizes.widths.max(initial=0)))
         if most > MAX_SIDE:
             raise FieldError(
                 f"field {self._field.name!r} has an image of {most} pixels per side, more than {MAX_SIDE}: shrink it"
             )
-        self._image_sizes, self._name_of = sizes, name_of
-        self._num_threads = num_threads or available_cores()
+        super().attach(source, name_of, num_threads, device)
+        self._image_sizes, self._name_of, self._device = sizes, name_of, device
+        self._num_threads = num_threads or min(MAX_THREADS, available_cores())
 
     def decoding_bytes(self, batch_size: int) -> int:
         """Estimate the memory for images that are decoded at the same time and batches that are ready, in bytes."""
         areas = self._image_sizes.heights.astype(np.float64) * self._image_sizes.widths
-        held = self._num_threads if self._device.type == "cpu" else (AHEAD + 1) * batch_size
+        held = self._num_threads if self._device.type == "cpu" else (self.ahead + 1) * batch_size
         pixels = held * float(areas.mean()) + float(areas.max(initial=0))
-        return int(pixels) * self._field.channels + AHEAD * batch_size * self.sample_bytes
+        return int(pixels) * self._field.channels + self.ahead * batch_size * self.sample_bytes
 
-    def __call__(self, rows: CsrRows, keep: bool, draws: Draws) -> torch.Tensor:  # type: ignore[override]
-        return self.start(rows, draws).result()
+    def __call__(self, samples: CsrRows, keep: bool, draws: Draws) -> torch.Tensor:
+        return self.start(samples, draws).result()
 
     def start(
-        self, rows: CsrRows, draws: Draws, then: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch
+        self, samples: CsrRows, draws: Draws, then: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch
     ) -> Pending:
         """Start decoding and augmenting a batch, and return it as pending. ``then`` is applied to the finished batch.
 
-        The memory of ``rows`` must not change until the batch is finished or dropped.
+        The memory of ``samples`` must not change until the batch is finished or dropped.
         """
-        samples = draws.numbers
-        heights, widths, orientations = (table[samples] for table in self._image_sizes)
-        table = self.table(heights, widths, draws)
-        job = _Job(rows, samples, orientations, table, self._field.channels)
+        numbers = draws.numbers
+        heights, widths, orientations = (table[numbers] for table in self._image_sizes)
+        table = self._drawing.table(heights, widths, draws)
+        job = _Job(samples, numbers, orientations, table, self._field.channels)
         pending = self._on_gpu(job) if self._device.type != "cpu" else self._on_host(job)
         pending.then = then
         return pending
 
     def _on_host(self, job: _Job) -> Pending:
-        out = self._allocate(self.shape(len(job.table)), self.dtype)
-        take = self._take(job, out, self._native_rule())
-        return self._in_threads(job, partial(self._make, job, take, out), lambda: self.as_stored(out))
+        rule = self._pixels.rule
+        out = rule.empty(len(job.table), self._device, self._allocate)
+        take = self._take(job, out, self._pixels.native_rule())
+        return self._in_threads(job, partial(self._make, job, take, out), lambda: rule.as_batch(out))
 
     def _libjpeg(self) -> jpeg.Decoder | None:
         from h5chunk.sources.decode_any import LINKED
@@ -179,7 +192,7 @@ class AnySizeConverter(AugmentConverter):
             if self._field.form != "raw":
                 pixels = self._decode(job, number, self._scratch(self._pixel_bytes(job, number)))
             job.table[number, OFFSET] = 0
-            self.compute(torch.from_numpy(pixels), job.table[number : number + 1], out[number : number + 1])
+            self._pixels.compute(torch.from_numpy(pixels), job.table[number : number + 1], out[number : number + 1])
 
     def _pixel_bytes(self, job: _Job, number: int) -> int:
         return int(job.table[number, HEIGHT] * job.table[number, WIDTH]) * self._field.channels
@@ -244,16 +257,16 @@ class AnySizeConverter(AugmentConverter):
 
     def _augmented(self, source: torch.Tensor, table: np.ndarray) -> torch.Tensor:
         source.record_stream(torch.cuda.current_stream(self._device))
-        out = torch.empty(self.shape(len(table)), dtype=self.dtype, device=self._device)
-        self.compute(source, table, out)
-        return self.as_stored(out)
+        out = self._pixels.rule.empty(len(table), self._device, self._allocate)
+        self._pixels.compute(source, table, out)
+        return self._pixels.rule.as_batch(out)
 
     def __getstate__(self) -> dict[str, Any]:
         own = "_image_sizes", "_name_of"  # which `attach` sets again in another process
-        return {name: value for name, value in super().__getstate__().items() if name not in own}
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def _pool(self) -> ThreadPoolExecutor:
-        return self.threads.pool(1 if self._decode_batch is not None else self._num_threads)
+        return self._pixels.threads.pool(1 if self._decode_batch is not None else self._num_threads)
 
 
 def decode_whole(

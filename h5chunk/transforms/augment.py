@@ -1,6 +1,7 @@
 """Transforms that augment images sample by sample: crops, resizing, flips and erased boxes.
 
-They describe only the geometry. `h5chunk.transforms.augmenting` applies all transforms of a list in one step.
+They are declared here, and change a `h5chunk.transforms.geometry.Geometry`, which is drawn for many images at a time.
+`h5chunk.transforms.pixels` computes the results of all transforms of a list in one step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from h5chunk.errors import MAX_SIDE, OptionError, check_flag, check_whole
 from h5chunk.plan.draws import Draws
-from h5chunk.transforms.geometry import ATTEMPTS, Box, Geometry, Size, random_boxes, random_offsets
+from h5chunk.transforms.geometry import ATTEMPTS, Box, Drawing, Geometry, Size, random_boxes, random_offsets
 
 INTERPOLATIONS = ("bilinear", "nearest-exact")
 MODES = ("constant", "reflect", "edge")
@@ -39,7 +40,7 @@ class Geometric:
         return size
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-        from h5chunk.transforms.augmenting import augment_batch
+        from h5chunk.transforms.images import augment_batch
 
         return augment_batch(self, batch)
 
@@ -360,8 +361,34 @@ class RandomErasing(Erasing):
         return tuple(values * erases for values in box)
 
 
-GEOMETRIC = (RandomResizedCrop, RandomCrop, CenterCrop, Resize, RandomHorizontalFlip, AlternatingFlip)
-ERASERS = (Cutout, RandomErasing)
+AUGMENTING = (Geometric, Erasing)
+
+
+def drawing_of(transforms: Sequence[Any]) -> Drawing:
+    """Return what draws the geometry for a list of transforms, not all of which are augmenting."""
+    geometric, erasers = ([each for each in transforms if isinstance(each, kind)] for kind in AUGMENTING)
+    return Drawing(geometric, erasers)
+
+
+def check_order(transforms: Sequence[Any]) -> None:
+    """Raise OptionError if the transforms of a list are in an order in which they cannot be computed in one step."""
+    padded = resized = cut = behind = None
+    for each in transforms:
+        if not isinstance(each, Geometric):
+            behind = each
+            continue
+        if behind is not None:
+            raise OptionError(f"{each} comes after {behind}: put crops, resizing and flips first")
+        if each.resizes and resized is not None:
+            raise OptionError(f"{each} comes after {resized}, but only one transform may resize: leave out one of them")
+        if each.resizes and padded is not None:
+            raise OptionError(f"{each} would resize the padding of {padded}: put the resizing transform first")
+        if each.pads and cut is not None:
+            remedy = "put the padded crop first" if padded is None else "leave out its padding"
+            raise OptionError(f"{each} cannot pad an image that {cut} has cropped: {remedy}")
+        padded, resized = each if each.pads else padded, each if each.resizes else resized
+        if each.crops or each.resizes:
+            cut = each if each.crops else None
 
 
 def _size(transform: Any, size: Any) -> Size:

@@ -1,6 +1,6 @@
 """Triton kernels for augmentation. Import this module only where Triton is installed.
 
-`h5chunk.transforms.augment_rule` specifies what they compute, and the columns of the geometry table.
+`h5chunk.transforms.pixels` specifies what they compute, and the columns of the geometry table.
 """
 
 from __future__ import annotations

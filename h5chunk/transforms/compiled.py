@@ -163,7 +163,7 @@ class LoadedTable(NamedTuple):
 
 
 class AugmentKernel(Compiling):
-    """Computes the images for a geometry table on a GPU, with the constants of a `Rule` of `augment_rule` on that GPU.
+    """Computes the images for a geometry table on a GPU, with the constants of a `Rule` of `pixels` on that GPU.
 
     If images are resized, a first launch computes the resampling weights. The other launch reads the images and writes
     the batch.

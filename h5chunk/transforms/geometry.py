@@ -1,14 +1,21 @@
-"""Draw the geometry of augmented images: crops, sizes, flips and erased boxes, as integers per image."""
+"""Draw the geometry of augmented images: crops, sizes, flips and erased boxes, as integers per image.
+
+`Drawing` draws for a list of transforms (`h5chunk.transforms.augment`), whose methods change a `Geometry`. The result
+is a table with a row per image, from which `h5chunk.transforms.pixels` computes the images.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from h5chunk.native.augment import ERASED
 from h5chunk.plan.draws import Draws, Floats
 from h5chunk.plan.permutation import Indices
 
@@ -18,6 +25,45 @@ Box = tuple[Indices, Indices, Indices, Indices]  # top, left, height and width o
 ERASING = 1 << 20  # first stream of the transforms that erase boxes
 ATTEMPTS, EARLY_ATTEMPTS = 10, 2  # attempts to draw a box that fits, as in torchvision
 POWERS = [math.log(2) ** n / math.factorial(n) for n in range(8)]  # Taylor coefficients of 2**x
+
+
+@dataclass(eq=False)
+class Drawing:
+    """Draws the geometry of images for the transforms of a list: first the geometric ones, then those that erase.
+
+    ``size`` is the size of the results, in which boxes are erased.
+    """
+
+    geometric: Sequence[Any]
+    erasers: Sequence[Any]
+    size: Size = (0, 0)
+    is_pinned: bool = False  # whether tables are in pinned memory, for a GPU
+
+    def size_of(self, heights: Indices, widths: Indices) -> Size:
+        """Return the size of the result for an image. Raise OptionError if the image is too small for a transform."""
+        geometry = self._cut(heights, widths, Draws(0, 0, np.zeros(1, np.int64)))
+        return int(geometry.height[0]), int(geometry.width[0])
+
+    def table(self, heights: Indices, widths: Indices, draws: Draws) -> Indices:
+        """Draw the geometry of n images: (n, columns) int64, whose offsets are 0; see `h5chunk.native.augment`.
+
+        ``heights`` and ``widths`` are (n,), or (1,) if all images have one size. The random numbers of a transform
+        depend on its position among the random transforms of the list, so that fields with equal lists get equal
+        geometry.
+        """
+        count = len(draws.samples)
+        geometry = self._cut(np.full(count, heights, np.int64), np.full(count, widths, np.int64), draws)
+        for number, eraser in enumerate(self.erasers, ERASING):
+            geometry.erased.append(eraser.boxes(*self.size, draws, number))
+        shape = count, ERASED + 4 * len(self.erasers)
+        return geometry.fill(torch.empty(shape, dtype=torch.int64, pin_memory=self.is_pinned).numpy())
+
+    def _cut(self, heights: Indices, widths: Indices, draws: Draws) -> Geometry:
+        geometry, stream = Geometry(heights, widths), 0
+        for each in self.geometric:
+            each.change(geometry, draws, stream)
+            stream += each.is_random
+        return geometry
 
 
 @dataclass

@@ -1,108 +1,40 @@
-"""Transforms of images and other dense samples: `Normalize` and `ToDtype`, fused into one kernel if adjacent."""
+"""Converters of images and other dense samples: values alone, or with crops, resizing and flips."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
-from h5chunk.errors import OptionError, check_flag
+from h5chunk.errors import MAX_SIDE, OptionError
+from h5chunk.native.augment import OFFSET
 from h5chunk.plan.draws import Draws
+from h5chunk.plan.permutation import Indices
 from h5chunk.store.read.fields import WINDOW
-from h5chunk.transforms.compiled import FusedKernel
+from h5chunk.transforms.augment import AUGMENTING, check_order, drawing_of
+from h5chunk.transforms.compiled import FusedKernel, LoadedTable
+from h5chunk.transforms.converter import Converter, Loaded
 from h5chunk.transforms.csr import Allocate, SampleNumbers, fresh
+from h5chunk.transforms.normalize import Normalize, ToDtype, result_dtype, scale_and_shift, unit_of
+from h5chunk.transforms.pixels import Pixels, make_rule
 
 KEPT_CONVERTERS = 32  # of transforms that are called as functions
+MAX_TOGETHER, TAPS_BYTES = 4096, 64 << 20  # samples to draw at a time, and bytes of their weights on a GPU
+MAX_CHANNELS = 256  # of augment.c
 
 
-@dataclass(frozen=True)
-class Normalize:
-    """Subtract the mean and divide by the standard deviation, like torchvision's transform of this name.
-
-    Unlike torchvision's, it also takes stored uint8, which is first scaled to 0..1 and becomes float32. Floats are not
-    scaled and keep their dtype. An adjacent `ToDtype` changes the dtype of the result at no cost.
-
-    Parameters
-    ----------
-    mean, std : float, or sequence of float
-        A scalar, or one value per channel. If the file does not state which axis holds the channels, it is the axis of
-        length 1, 3 or 4. In windows of frames, the channels are those of a frame, as in `h5chunk.Windows.statistics`.
-    """
-
-    mean: float | Sequence[float]
-    std: float | Sequence[float]
-
-    def __post_init__(self) -> None:
-        means, stds = _numbers(self, self.mean), _numbers(self, self.std)
-        if means.numel() != stds.numel() and 1 not in (means.numel(), stds.numel()):
-            raise OptionError(f"{self}: {means.numel()} means but {stds.numel()} stds: pass one per channel for both")
-        if not ((stds > 0).all() and torch.isfinite(stds).all() and torch.isfinite(means).all()):
-            raise OptionError(f"{self}: pass finite means, and positive stds")
-        for name, numbers in (("mean", means), ("std", stds)):  # hashable, whatever was passed
-            object.__setattr__(self, name, tuple(numbers.tolist()) if numbers.ndim else float(numbers))
-
-    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-        return convert(self, batch)
-
-
-@dataclass(frozen=True)
-class ToDtype:
-    """Convert to another dtype, like torchvision's transform of this name, which can also scale to integers.
-
-    Parameters
-    ----------
-    dtype : torch.dtype
-    scale : bool
-        Whether integers are divided by the largest number of their dtype, such as 255 for uint8, so that images become
-        numbers from 0 to 1. ``dtype`` must then be a floating type. False: numbers are only cast.
-    channels_last : bool
-        Whether to return batches of (C, H, W) images in torch's memory format ``channels_last``.
-    """
-
-    dtype: torch.dtype
-    scale: bool = False
-    _: KW_ONLY
-    channels_last: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.dtype, torch.dtype):
-            raise OptionError(f"ToDtype: dtype is {self.dtype!r}: pass a torch.dtype, such as torch.bfloat16")
-        check_flag("ToDtype: channels_last", self.channels_last)
-        if check_flag("ToDtype: scale", self.scale) and not self.dtype.is_floating_point:
-            raise OptionError(f"ToDtype: scale is True, but {self.dtype} holds no fractions: pass a floating dtype")
-
-    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-        return convert(self, batch)
-
-
-class ImagesByNumber:
-    """Images selected by number, in the order of the numbers, that are gathered only when they are converted."""
-
-    def __init__(self, images: torch.Tensor, numbers: SampleNumbers | None = None) -> None:
-        self.images, self.numbers = images, numbers
-
-    def __len__(self) -> int:
-        return len(self.images) if self.numbers is None else len(self.numbers.host)
-
-    def take(self, numbers: SampleNumbers) -> ImagesByNumber:
-        """Select images by their numbers, without a copy."""
-        return ImagesByNumber(self.images, numbers)
-
-
-class ImageConverter:
+class ImageConverter(Converter):
     """Convert stored samples by at most one `Normalize` and one `ToDtype`, in one kernel.
 
     ``channel_axis`` is 0 for (C, H, W) samples, 2 for (H, W, C), and one more for windows of these. ``allocate``
     returns host memory for batches. Raise `OptionError` if the transforms do not fit each other, or the samples.
     """
-
-    is_uncut = False
-    is_random = False
-    pair = None
 
     def __init__(
         self,
@@ -121,17 +53,13 @@ class ImageConverter:
         if channels_last and (len(sample_shape) != 3 or channel_axis != 0):
             raise OptionError(f"channels_last needs samples of (C, H, W), not of {sample_shape}: leave it out")
         self._format = torch.channels_last if channels_last else torch.contiguous_format
+        self.changes_nothing = self.dtype == stored and not self._scaled and not channels_last
         self._scale, self._shift = scale_and_shift(normalize or Normalize(0, 1), unit, sample_shape, channel_axis)
         self._shape = sample_shape
         self._channel_axis, self._stored = channel_axis, stored
         self.sample_bytes = math.prod(sample_shape) * self.dtype.itemsize
         self._allocate = allocate
         self._kernel: FusedKernel | None = None
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether batches contain the samples exactly as stored."""
-        return self.dtype == self._stored and not self._scaled and self._format == torch.contiguous_format
 
     def prepare(self, device: torch.device) -> None:
         """Put the constants on the device, and compile the kernel for it."""
@@ -143,9 +71,9 @@ class ImageConverter:
             last = self._format == torch.channels_last
             self._kernel = FusedKernel(self._scale, self._shift, self._shape, self._channel_axis, self.dtype, last)
 
-    def __call__(self, images: torch.Tensor, keep: bool, draws: Draws | None = None) -> torch.Tensor:
+    def __call__(self, samples: torch.Tensor, keep: bool, draws: Draws | None = None) -> torch.Tensor:
         """Return the converted batch; with ``keep`` the result may be the input itself."""
-        unchanged = images.dtype == self.dtype and not self._scaled
+        images, unchanged = samples, samples.dtype == self.dtype and not self._scaled
         if keep and unchanged and images.is_contiguous(memory_format=self._format):
             return images
         if unchanged and images.device.type != "cpu":
@@ -157,11 +85,6 @@ class ImageConverter:
             return out
         return torch.addcmul(self._shift, images, self._scale, out=out)
 
-    def release(self) -> None:
-        """Wait for the thread that compiles the kernel."""
-        if self._kernel is not None:
-            self._kernel.wait()
-
     def _empty(self, images: torch.Tensor) -> torch.Tensor:
         """Allocate the result. On the CPU, memory is reused, because the first access to new memory is slow."""
         shape = images.shape
@@ -171,6 +94,121 @@ class ImageConverter:
             shape = torch.Size((shape[0], shape[2], shape[3], shape[1]))
             return self._allocate(tuple(shape), self.dtype).permute(0, 3, 1, 2)
         return self._allocate(tuple(shape), self.dtype)
+
+
+class ImagesByNumber:
+    """Images selected by number, in the order of the numbers, that are gathered only when they are converted."""
+
+    def __init__(self, images: torch.Tensor, numbers: SampleNumbers | None = None) -> None:
+        self.images, self.numbers = images, numbers
+
+    def __len__(self) -> int:
+        return len(self.images) if self.numbers is None else len(self.numbers.host)
+
+    def take(self, numbers: SampleNumbers) -> ImagesByNumber:
+        """Select images by their numbers, without a copy."""
+        return ImagesByNumber(self.images, numbers)
+
+
+@dataclass(eq=False)
+class DrawnTable:
+    """The geometry table of consecutive samples of a window or an epoch, one row per sample."""
+
+    table: Indices
+    first: int  # position of the first of these samples in the window or epoch
+    loaded: LoadedTable | None = None  # the table on a GPU
+    following: Future[Indices] | None = None  # the table of the samples after these
+
+
+class AugmentConverter(Converter):
+    """Converts stored images by transforms: crops, resizing and flips, then `Normalize`, `ToDtype` and erasing.
+
+    For the arguments see `ImageConverter`. With ``is_mask``, images are resized by nearest-neighbour interpolation.
+    """
+
+    is_random = takes_numbers = True
+
+    def __init__(
+        self,
+        transforms: Sequence[Any],
+        stored: torch.dtype,
+        sample_shape: tuple[int, ...],
+        channel_axis: int,
+        allocate: Allocate,
+        *,
+        is_mask: bool = False,
+    ) -> None:
+        check_order(transforms)
+        _check_images(transforms, stored, sample_shape, channel_axis)
+        height, width = sample_shape[:2] if channel_axis == 2 else sample_shape[-2:]
+        self._sides = np.array([height]), np.array([width])
+        self.drawing = drawing_of(transforms)
+        size = self.drawing.size_of(*self._sides)
+        rule = make_rule(transforms, sample_shape, channel_axis, size, is_mask)
+        self.pixels, self.drawing.size, self.dtype = Pixels(rule), size, rule.dtype
+        self.threads, self._allocate = self.pixels.threads, allocate
+        self._image_bytes, self.result_shape = math.prod(sample_shape), rule.shape(1)[1:]
+        self.sample_bytes = rule.channels * math.prod(size) * self.dtype.itemsize
+        taps = 2 * (3 + 2 * max(height, width) // min(size)) * max(size)
+        self._together = max(1, min(MAX_TOGETHER, TAPS_BYTES // (4 * taps)))
+
+    def prepare(self, device: torch.device) -> None:
+        self.pixels.prepare(device)
+        self.drawing.is_pinned = device.type == "cuda"
+
+    def release(self) -> None:
+        self.pixels.release()
+
+    def __call__(self, samples: torch.Tensor | ImagesByNumber, keep: bool, draws: Draws) -> torch.Tensor:
+        """Return the augmented batch in newly allocated memory."""
+        images = samples if isinstance(samples, ImagesByNumber) else ImagesByNumber(samples)
+        out = self.pixels.rule.empty(len(images), images.images.device, self._allocate)
+        self._fill(images, draws, out)
+        return self.pixels.rule.as_batch(out)
+
+    def load(self, samples: torch.Tensor, draws: Draws) -> list[Loaded]:
+        shape = self.pixels.rule.shape(len(samples))
+        return [Loaded([(shape, self.dtype)], lambda out: self._fill(ImagesByNumber(samples), draws, out[0]))]
+
+    def _fill(self, images: ImagesByNumber, draws: Draws, out: torch.Tensor) -> None:
+        """Write the augmented images to ``out``, whose shape is that of a batch in memory."""
+        if not len(images):
+            return
+        source, numbers, kernel = images.images.reshape(-1), images.numbers, self.pixels.kernel
+        drawn = self._drawn(draws)
+        first, count = draws.first - drawn.first, len(images)
+        if kernel is not None and (loaded := kernel.load(drawn.table, drawn.loaded, of_one_size=True)):
+            drawn.loaded = loaded
+            kernel(source, loaded, first, None if numbers is None else numbers.on_device, self._image_bytes, out)
+            return
+        table = drawn.table[first : first + count].copy()
+        table[:, OFFSET] = self._image_bytes * (np.arange(count) if numbers is None else numbers.host)
+        self.pixels.compute(source, table, out)
+
+    def _drawn(self, draws: Draws) -> DrawnTable:
+        """Return the geometry table of these samples, which may also contain the samples of the following batches."""
+        if draws.kept is None or draws.whole is None:
+            return DrawnTable(self.drawing.table(*self._sides, draws), draws.first)
+        drawn, stop = draws.kept.get(self), draws.first + len(draws.samples)
+        if drawn is None or not drawn.first <= draws.first <= stop <= drawn.first + len(drawn.table):
+            count = max(1, self._together // len(draws.samples)) * len(draws.samples)
+            drawn = draws.kept[self] = self._draw(draws, draws.whole[draws.first :], count, drawn)
+        return drawn
+
+    def _draw(self, draws: Draws, samples: Indices, count: int, before: DrawnTable | None) -> DrawnTable:
+        """Return the geometry of ``count`` samples, which a thread may already have drawn.
+
+        For a GPU, start drawing the geometry of the samples that follow.
+        """
+        if before is not None and before.following is not None and before.first + len(before.table) == draws.first:
+            table = before.following.result()
+        else:
+            table = self.drawing.table(*self._sides, draws._replace(samples=samples[:count]))
+        drawn, rest = DrawnTable(table, draws.first), samples[len(table) : len(table) + count]
+        if self.pixels.kernel is not None and len(rest):
+            following = draws._replace(samples=rest)
+            drawn.following = self.pixels.threads.pool(1).submit(self.drawing.table, *self._sides, following)
+        return drawn
 
 
 def channel_axis(sample_shape: tuple[int, ...], axes: str = "") -> int:
@@ -210,57 +248,30 @@ def kept_converter(
     return converter
 
 
-def result_dtype(
-    transforms: Sequence[Any], normalize: Normalize | None, to_dtype: ToDtype | None, stored: torch.dtype
-) -> torch.dtype:
-    """Return the dtype of batches."""
-    if normalize is None:
-        return stored if to_dtype is None else to_dtype.dtype
-    given = to_dtype.dtype if to_dtype is not None and transforms[0] is to_dtype else stored
-    if given != torch.uint8 and not given.is_floating_point:
-        raise OptionError(f"Normalize is for uint8 and floats, not for {given}: put ToDtype(torch.float32) first")
-    if to_dtype is None:
-        return torch.float32 if stored == torch.uint8 else stored
-    if not to_dtype.dtype.is_floating_point:
+def augment_batch(transform: Any, batch: torch.Tensor) -> torch.Tensor:
+    """Apply one transform to a batch, with draws from torch's random generator."""
+    converter = kept_converter(AugmentConverter, transform, batch.dtype, tuple(batch.shape[1:]), batch.device)
+    seed = int(torch.randint(1 << 62, ()))
+    return converter(batch.contiguous(), True, Draws(seed, 0, np.arange(len(batch))))
+
+
+def _check_images(
+    transforms: Sequence[Any], stored: torch.dtype, sample_shape: tuple[int, ...], channel_axis: int
+) -> None:
+    """Raise OptionError if samples cannot be augmented."""
+    first = next(each for each in transforms if isinstance(each, AUGMENTING))
+    if stored != torch.uint8:
         raise OptionError(
-            f"Normalize gives fractions but ToDtype converts them to {to_dtype.dtype}: pass a floating dtype"
+            f"{first} is for uint8, not for {stored}: store such samples as uint8, or transform batches yourself, with "
+            "the same random numbers for images and masks"
         )
-    return to_dtype.dtype
-
-
-def unit_of(transforms: Sequence[Any], stored: torch.dtype) -> int:
-    """Return the stored number that the first of `Normalize` and `ToDtype` makes 1, before it subtracts the mean."""
-    first = next((each for each in transforms if isinstance(each, (Normalize, ToDtype))), None)
-    if isinstance(first, Normalize):
-        return 255 if stored == torch.uint8 else 1
-    is_integer = not (stored.is_floating_point or stored.is_complex or stored == torch.bool)
-    return torch.iinfo(stored).max if first is not None and first.scale and is_integer else 1
-
-
-def _numbers(transform: Normalize, values: Any) -> torch.Tensor:
-    try:
-        numbers = torch.as_tensor(values, dtype=torch.float64)
-        if numbers.ndim > 1 or not numbers.numel():
-            raise ValueError
-    except (TypeError, ValueError, RuntimeError):
-        raise OptionError(f"{transform}: pass mean and std, each a number or one per channel") from None
-    return numbers
-
-
-def scale_and_shift(
-    normalize: Normalize, unit: int, sample_shape: tuple[int, ...], axis: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 scale and shift, to broadcast over samples: x * scale + shift is (x / unit - mean) / std."""
-    means, stds = (torch.as_tensor(each, dtype=torch.float64) for each in (normalize.mean, normalize.std))
-    scale, shift = 1 / (unit * stds), -means / stds
-    shape = [1] * len(sample_shape)
-    for values, name in ((scale, "std"), (shift, "mean")):
-        if values.numel() > 1:
-            channels = sample_shape[axis] if axis < len(sample_shape) else 1
-            if values.numel() != channels:
-                raise OptionError(
-                    f"Normalize has {values.numel()} values of {name} for {channels} channels: pass one per channel"
-                )
-            shape[axis] = channels
-    scale, shift = scale.expand(math.prod(shape)), shift.expand(math.prod(shape))
-    return scale.reshape(shape).float(), shift.reshape(shape).float()
+    if len(sample_shape) not in (2, 3) or not all(0 < side <= MAX_SIDE for side in sample_shape):
+        raise OptionError(
+            f"{first} is for images of (C, H, W), (H, W, C) or (H, W), of at most {MAX_SIDE} pixels per side, but "
+            f"samples have the shape {sample_shape}: leave it out"
+        )
+    if len(sample_shape) == 3 and sample_shape[channel_axis] > MAX_CHANNELS:
+        raise OptionError(
+            f"{first} is for at most {MAX_CHANNELS} channels, but samples have {sample_shape[channel_axis]}: leave it "
+            "out"
+        )

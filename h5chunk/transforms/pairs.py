@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Pair(tuple[Any, ...]):
     """Base class of the named tuples of the two tensors that a batch may have of a field.
 
     They are made of two tensors, or of one iterable, as transformers' Trainer makes a tuple again on its device.
+    Functions after the conversion get the first ``num_changed`` tensors.
     """
 
     __slots__ = ()
+    num_changed: ClassVar = 1
 
     def __new__(cls, *tensors: Any) -> Pair:
         return super().__new__(cls, *(tensors if len(tensors) > 1 else tensors[0]))
@@ -36,11 +38,17 @@ class HeldOut(Pair, namedtuple("HeldOut", ("inputs", "targets"))):
     """Rows of a matrix, of which some entries are held out: the other entries, and these."""
 
     __slots__ = ()
+    num_changed = 2
 
 
 def num_tensors(kind: type[Pair] | None) -> int:
     """Return the number of tensors that a batch has of a field."""
     return 1 if kind is None else 2
+
+
+def num_changed(kind: type[Pair] | None) -> int:
+    """Return the number of tensors of a field that functions change after the conversion."""
+    return 1 if kind is None else kind.num_changed
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,13 @@ DRAW_ONCE = {  # random transforms of torchvision whose names do not begin with 
     "ScaleJitter",
     "TrivialAugmentWide",
 }
-OURS = {"RandomCrop", "RandomErasing", "RandomHorizontalFlip", "RandomResizedCrop"}  # in h5chunk.transforms
+OURS = {
+    "ColorJitter",
+    "RandomCrop",
+    "RandomErasing",
+    "RandomHorizontalFlip",
+    "RandomResizedCrop",
+}  # in h5chunk.transforms
 NO_NUMBERS = "its random numbers depend on the numbers of the samples, which functions do not get"
 STREAM = 1 << 30  # of the draws that seed torch
 

@@ -13,9 +13,10 @@ import torch
 from h5chunk.errors import OptionError
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.ragged import SeriesField
+from h5chunk.transforms.converter import Converter
 from h5chunk.transforms.csr import _SAME_SIZE, Allocate, CsrRows
 from h5chunk.transforms.hold_out import as_array
-from h5chunk.transforms.pairs import Packed, Padded, Pair
+from h5chunk.transforms.pairs import Packed, Padded
 
 
 class _Lengths:
@@ -60,17 +61,15 @@ def packs(transforms: Sequence[Any]) -> bool:
     return any(isinstance(each, Pack) for each in transforms)
 
 
-class RaggedConverter:
+class RaggedConverter(Converter):
     """Makes the batches of a field whose samples differ in length. ``allocate`` returns host memory for them."""
 
-    changes_nothing = False
     is_uncut = True
-    is_random = False
+    whole_by = "Pad or Pack"
 
     def __init__(self, transforms: Sequence[Any], field: SeriesField, allocate: Allocate) -> None:
         self._form = transforms[0] if transforms else Pad()
-        self.packs = isinstance(self._form, Pack)
-        self.pair: type[Pair] = Packed if self.packs else Padded
+        self.pair = Packed if isinstance(self._form, Pack) else Padded
         bits = field.dtype.names  # of a type that NumPy lacks
         self.dtype = getattr(torch, bits[0]) if bits else torch.from_numpy(np.empty(0, field.dtype)).dtype
         self._step, self._allocate = field.step_shape, allocate
@@ -79,17 +78,11 @@ class RaggedConverter:
         if isinstance(self._form, Pad):
             self._padding = _padding(self._form, field, self.dtype)
 
-    def prepare(self, device: torch.device) -> None:
-        """Do nothing: nothing is compiled."""
-
-    def release(self) -> None:
-        """Do nothing: the converter holds no resources."""
-
-    def __call__(self, rows: CsrRows, keep: bool, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, samples: CsrRows, keep: bool, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
         """Return values, and lengths or offsets, on the device of the rows."""
-        counts = rows.host_counts
+        rows, counts = samples, samples.host_counts
         lengths = torch.from_numpy(counts // self._step_items)
-        if self.packs:
+        if self.pair is Packed:
             offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
             torch.cumsum(lengths, 0, out=offsets[1:])
             return self._packed(rows, counts, keep).view(-1, *self._step), offsets.to(rows.starts.device)

@@ -7,7 +7,7 @@ A missing entry is a zero, and all transforms of values keep zeros. So they give
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from h5chunk.machine import KeptThreads, available_cores
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.transforms.compiled import DenseKernel
+from h5chunk.transforms.converter import Converted, Converter, Loaded, loaded
 from h5chunk.transforms.csr import (
     NUM_CODES,
     Allocate,
@@ -39,7 +40,7 @@ from h5chunk.transforms.csr import (
     scatter_natively,
 )
 from h5chunk.transforms.hold_out import HoldOut
-from h5chunk.transforms.pairs import HeldOut, Pair, num_tensors
+from h5chunk.transforms.pairs import HeldOut, num_tensors
 
 DENSE_THREADS = 4  # threads that make batches dense on the host
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -157,7 +158,7 @@ class Log1p(_Values):
 ROW_TRANSFORMS = (Dense, Csr, Binarize, L2, Log1p, HoldOut)
 
 
-class RowConverter:
+class RowConverter(Converter):
     """Convert stored rows of a matrix to batches; the rows may be sparse, or dense codes with a scale.
 
     A value is the stored number divided by the file's scale. Arithmetic is in float32, or in float64 if the result has
@@ -165,7 +166,8 @@ class RowConverter:
     does not fit the field. ``allocate`` returns host memory for batches.
     """
 
-    changes_nothing = False
+    together_bytes = 256 << 20  # see scripts/LOG.md
+    threads: KeptThreads
 
     def __init__(self, transforms: Sequence[Any], field: MatrixField | Field, allocate: Allocate) -> None:
         layout = next((transform for transform in transforms if isinstance(transform, (Dense, Csr))), Dense())
@@ -174,6 +176,10 @@ class RowConverter:
         self.dtype, self._field, self._allocate = layout.dtype, field, allocate
         self.makes_csr = isinstance(layout, Csr)
         self.hold_out = next((transform for transform in transforms if isinstance(transform, HoldOut)), None)
+        self.pair = None if self.hold_out is None else HeldOut
+        self.is_random = self.hold_out is not None and self.hold_out.each_epoch
+        self.is_uncut = self.makes_csr or self.hold_out is not None
+        self.whole_by = "Csr" if self.makes_csr else ""
         self.num_columns = math.prod(field.sample_shape)
         self.rule = _rule(field, self.dtype, steps)
         self.sample_bytes = self.num_columns * self.dtype.itemsize
@@ -192,28 +198,12 @@ class RowConverter:
         if DenseKernel.suits(device, self.dtype) and (l2 or not self.rule.steps):
             self._kernel = DenseKernel(partial(_example, self._field, device), self.num_columns, self.rule, l2=l2)
 
-    @property
-    def is_random(self) -> bool:
-        """Whether results depend on `Draws`."""
-        return self.hold_out is not None and self.hold_out.each_epoch
+    def __call__(self, samples: CsrRows | torch.Tensor, keep: bool, draws: Draws) -> Converted:
+        """Return the batch: (rows, columns), dense or CSR. With ``keep`` it may share memory with the samples.
 
-    @property
-    def pair(self) -> type[Pair] | None:
-        """The type of the two tensors in a batch of rows with `HoldOut`; None for one tensor."""
-        return None if self.hold_out is None else HeldOut
-
-    @property
-    def is_uncut(self) -> bool:
-        """Whether the result, unlike a dense batch, cannot be split into several batches."""
-        return self.makes_csr or self.hold_out is not None
-
-    def __call__(
-        self, rows: CsrRows | torch.Tensor, keep: bool, draws: Draws
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return the batch: (rows, columns), dense or CSR. With ``keep`` it may share memory with the input.
-
-        With `HoldOut`, return inputs and targets, which share no memory with it.
+        With `HoldOut`, return inputs and targets, which share no memory with them.
         """
+        rows = samples
         if self.hold_out is not None:
             if isinstance(rows, torch.Tensor):
                 return self.hold_out(dense_values(rows, self.rule), draws.epoch)
@@ -234,11 +224,21 @@ class RowConverter:
         if self._kernel is None or not self._kernel(rows, out):
             scatter(out, entries_of(rows, self.rule, self.num_columns), map_parts)
 
-    def copied(self, rows: CsrRows) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], Callable[..., None]] | None:
-        """Return the shapes of a CSR batch's starts, columns and values, and a function that copies rows to them.
+    def load(self, samples: CsrRows | torch.Tensor, draws: Draws) -> list[Loaded]:
+        if isinstance(samples, torch.Tensor):
+            return super().load(samples, draws)
+        if (copied := self._copied(samples)) is not None:
+            return [copied]
+        shape = len(samples), self.num_columns
+        if self.hold_out is None and not self.makes_csr:
+            return [Loaded([(shape, self.dtype)], lambda tensors: self.make_dense(samples, tensors[0]))]
+        parts = self.parted(samples, draws)
+        if self.makes_csr:
+            return [loaded(part.starts, part.columns, part.values, num_columns=shape[1]) for part in parts]
+        return [Loaded([(shape, self.dtype)], partial(_scatter, part)) for part in parts]
 
-        Return None if values are computed, or are not copied natively.
-        """
+    def _copied(self, rows: CsrRows) -> Loaded | None:
+        """Return the starts, columns and values of a CSR batch, if their stored values can be copied natively."""
         rule = self.rule
         is_copy = self.makes_csr and self.hold_out is None and not rule.steps and rule.is_direct(rows, self.dtype)
         if not is_copy or not native.available():
@@ -250,7 +250,8 @@ class RowConverter:
         def copy(tensors: Sequence[torch.Tensor]) -> None:
             source.copy(numbers, dtype.itemsize, *(tensor.data_ptr() for tensor in tensors))
 
-        return [((len(rows) + 1,), dtype), ((total,), dtype), ((total,), self.dtype)], copy
+        shapes = [((len(rows) + 1,), dtype), ((total,), dtype), ((total,), self.dtype)]
+        return Loaded(shapes, copy, self.num_columns)
 
     def parted(self, rows: CsrRows, draws: Draws) -> tuple[Entries, ...]:
         """Return the converted entries of all rows or, if entries are held out, of the inputs and of the targets."""
@@ -268,12 +269,6 @@ class RowConverter:
             scatter(out, part, self._map_parts())
         return outs
 
-    def release(self) -> None:
-        """Stop the threads that compile the kernel or make rows dense."""
-        if self._kernel is not None:
-            self._kernel.wait()
-        self.threads.close()
-
     def _map_parts(self) -> MapParts:
         """Return the ``map`` of a pool of threads."""
         return self.threads.pool(min(DENSE_THREADS, available_cores())).map
@@ -290,6 +285,10 @@ class RowConverter:
                 f"a dense batch of {num_rows} rows and {self.num_columns} columns needs {taken}, more than the "
                 "free memory: use a smaller batch_size, or transforms=[Csr()]"
             ) from error
+
+
+def _scatter(entries: Entries, tensors: Sequence[torch.Tensor]) -> None:
+    scatter(tensors[0], entries)
 
 
 def _example(matrix: MatrixField, device: torch.device) -> CsrRows:

@@ -15,7 +15,17 @@ from torch.utils.data import DataLoader
 import h5chunk
 from h5chunk import native
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError
-from h5chunk.transforms import CenterCrop, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize, ToDtype
+from h5chunk.plan.draws import Draws
+from h5chunk.transforms import (
+    CenterCrop,
+    ColorJitter,
+    Normalize,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+    ToDtype,
+)
+from h5chunk.transforms.colour import Jitter
 
 SQUARE = [Resize(24), CenterCrop(20)]
 RANDOM = [RandomResizedCrop(16), RandomHorizontalFlip()]
@@ -81,6 +91,21 @@ def test_encoded_and_raw_give_the_same(kept, raw, transforms):
     ):
         assert torch.equal(labels, others) and one.shape[1:] == other.shape[1:] and one.dtype == torch.uint8
         assert (one.int() - other.int()).abs().max() <= 3
+
+
+@pytest.mark.parametrize("num_workers", [None, 0, 2])
+def test_colours_change_after_the_crop(kept, num_workers):
+    jitter, fields = ColorJitter(0.4, 0.4, 0.4, 0.1), ["images", "sample_number"]
+    dataset = h5chunk.ChunkDataset(kept, fields=fields).with_transforms([*RANDOM, jitter, Normalize(0.5, 0.25)])
+    if num_workers is None:
+        changed = all_batches(dataset, seed=3)
+    else:
+        sampler = h5chunk.ChunkSampler(dataset, 8, seed=3)
+        changed = list(DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers))
+    plain = all_batches(dataset.with_transforms(RANDOM), seed=3)
+    for (images, numbers), (expected, others) in zip(changed, plain, strict=True):
+        Jitter(jitter, (3, 16, 16), 0)(expected, Draws(3, 0, numbers.numpy()))
+        assert torch.equal(numbers, others) and torch.equal(images, Normalize(0.5, 0.25)(expected))
 
 
 def test_result_is_that_of_pillow(photos, raw):

@@ -311,7 +311,7 @@ def test_a_break_keeps_threads_and_slots_until_close(path, slots, echo, reuse, b
 def test_interrupted_while_gathering_an_echo(path, monkeypatch, slots):
     loader = ChunkLoader(path, 16, echo=2)
     with monkeypatch.context() as patch:
-        watch(patch, "feed.slots.CpuSlot.gather", failure(KeyboardInterrupt))
+        watch(patch, "feed.batches.BatchMaker.take", failure(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             list(loader)
     assert not reading_threads()

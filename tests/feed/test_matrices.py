@@ -23,10 +23,10 @@ import h5chunk
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
 from h5chunk.errors import FieldError, FileError, OptionError
 from h5chunk.feed import kept_rows
-from h5chunk.feed.layout import slot_bytes
-from h5chunk.feed.slots import CsrWindow
+from h5chunk.feed.columns import slot_bytes
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.transforms import L2, Binarize, Csr, Dense, HoldOut, Log1p, Normalize, ToDtype
+from h5chunk.transforms.csr import fresh
 
 TIGHT = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -214,10 +214,10 @@ def test_windows_are_bounded_by_bytes(tmp_path, monkeypatch):
     reader = H5Reader(path)
     assert reader.recommended_window < reader.header.window_chunks
     with ChunkLoader(path, 40, memory_bytes=3 << 20) as loader:
-        space = loader._source.layouts["X"]
+        space = loader._source.kinds["X"]
         bound = slot_bytes({"X": space}, loader.read_ahead_samples // slots_of(loader))
         taken = [
-            sum(np.prod(shape) * dtype.itemsize for shape, dtype in CsrWindow(space, window.samples).shapes)
+            sum(array.nbytes for array in space.arrays(space.empty(window.samples, fresh)))
             for window in loader.order.windows()
         ]
         assert max(taken) <= bound <= 3 << 20 and max(taken) > bound / 4

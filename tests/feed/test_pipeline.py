@@ -13,6 +13,7 @@ from support.foreign import make_file, values
 from support.leftovers import WAIT_S, in_fork, nothing_is_left
 
 from h5chunk.errors import FileError, WorkerError
+from h5chunk.feed.columns import Destination
 from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.plan.order import Window
 from h5chunk.store.read.field_readers import field_readers
@@ -38,10 +39,11 @@ class MemorySlot:
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
 
-    def begin(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+    def begin(self, samples: np.ndarray) -> dict[str, Destination]:
         num_samples = len(samples)
         self.arrays = {name: np.zeros((num_samples, *data.shape[1:]), data.dtype) for name, data in DATA.items()}
-        return {name: array.reshape(num_samples, -1).view(np.uint8) for name, array in self.arrays.items()}
+        flat = ((name, array.reshape(num_samples, -1).view(np.uint8)) for name, array in self.arrays.items())
+        return {name: Destination(out) for name, out in flat}
 
     def send(self) -> None: ...
 

@@ -10,25 +10,27 @@ import pytest
 import torch
 from support.foreign import values
 
+from h5chunk.errors import OptionError
+from h5chunk.feed.columns import Dense, Destination, slot_bytes
 from h5chunk.feed.cuda_slots import CudaSlot, PinnedBuffer
-from h5chunk.feed.layout import FieldLayout, slot_bytes
 from h5chunk.feed.memory import PinnedMemory
-from h5chunk.feed.slots import BatchMemory, CpuSlot
+from h5chunk.feed.slots import BatchMemory, CpuSlot, to_device
+from h5chunk.transforms.csr import fresh
 
-LAYOUTS = {"x": FieldLayout((3, 70, 50), torch.uint8), "y": FieldLayout((), torch.int64)}
+KINDS = {"x": Dense((3, 70, 50), torch.uint8), "y": Dense((), torch.int64)}
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-def fill(buffers: dict[str, np.ndarray], data: dict[str, np.ndarray]) -> None:
-    for name, buffer in buffers.items():
+def fill(destinations: dict[str, Destination], data: dict[str, np.ndarray]) -> None:
+    for name, (buffer, _) in destinations.items():
         assert buffer.nbytes == data[name].nbytes
         buffer[:] = data[name].reshape(buffer.shape[0], -1).view(np.uint8)
 
 
 def window_data(num_samples: int, seed: int) -> dict[str, np.ndarray]:
     return {
-        "x": values((num_samples, *LAYOUTS["x"].sample_shape), np.uint8, seed),
+        "x": values((num_samples, *KINDS["x"].sample_shape), np.uint8, seed),
         "y": values((num_samples,), np.int64, seed),
     }
 
@@ -46,32 +48,34 @@ def check_slot(slot: CpuSlot | CudaSlot, num_samples: int, batch_size: int, seed
         check_fields(batch, data, np.arange(num_samples)[some])
     assert sum(len(batch[0]) for batch in batches) == num_samples
     order = np.random.default_rng(seed).permutation(num_samples)[: num_samples // 2 + 1]
-    check_fields(slot.gather(order), data, order)
+    numbers, allocate = to_device(order, slot.window[0].device), fresh if slot.window[0].device.type == "cpu" else None
+    taken = [kind.take(column, numbers, allocate) for kind, column in zip(KINDS.values(), slot.window, strict=True)]
+    check_fields(tuple(taken), data, order)
     return batches[0][0]
 
 
 def check_fields(batch: tuple[torch.Tensor, ...], data: dict[str, np.ndarray], samples: np.ndarray) -> None:
-    for (name, layout), tensor in zip(LAYOUTS.items(), batch, strict=True):
-        assert (tensor.dtype, tensor.shape[0]) == (layout.dtype, len(samples))
+    for (name, kind), tensor in zip(KINDS.items(), batch, strict=True):
+        assert (tensor.dtype, tensor.shape[0]) == (kind.dtype, len(samples))
         np.testing.assert_array_equal(tensor.cpu().numpy(), data[name][samples])
 
 
 def test_sample_bytes():
-    assert [layout.sample_bytes for layout in LAYOUTS.values()] == [3 * 70 * 50, 8]
-    assert FieldLayout((2, 3), torch.float64).sample_bytes == 48
+    assert [kind.sample_bytes for kind in KINDS.values()] == [3 * 70 * 50, 8]
+    assert Dense((2, 3), torch.float64).sample_bytes == 48
 
 
 @pytest.mark.parametrize("num_samples", [120, 120, 7])
 @pytest.mark.parametrize("reuse", [True, False])
 def test_cpu_slot(reuse, num_samples):
-    slot = CpuSlot(LAYOUTS, 120, None if reuse else BatchMemory())
+    slot = CpuSlot(KINDS, 120, None if reuse else BatchMemory())
     for seed in range(3):
         check_slot(slot, num_samples, 50, seed)
         slot.release()
 
 
 def test_cpu_slot_with_reuse_is_one_place():
-    slot = CpuSlot(LAYOUTS, 120, None)
+    slot = CpuSlot(KINDS, 120, None)
     places = set()
     for seed in range(4):
         places.add(check_slot(slot, 120 - seed, 50, seed).data_ptr())
@@ -80,7 +84,7 @@ def test_cpu_slot_with_reuse_is_one_place():
 
 
 def test_cpu_slot_without_reuse_never_overwrites_what_is_held():
-    slot = CpuSlot(LAYOUTS, 120, BatchMemory())
+    slot = CpuSlot(KINDS, 120, BatchMemory())
     held = []
     for seed in range(6):
         held.append(check_slot(slot, 120, 50, seed)[3:5])
@@ -91,7 +95,7 @@ def test_cpu_slot_without_reuse_never_overwrites_what_is_held():
 
 def test_cpu_slot_gives_memory_back_when_batches_are_gone():
     memory = BatchMemory()
-    slot = CpuSlot(LAYOUTS, 120, memory)
+    slot = CpuSlot(KINDS, 120, memory)
     place = check_slot(slot, 120, 50, 0).data_ptr()
     slot.release()
     gc.collect()
@@ -99,9 +103,16 @@ def test_cpu_slot_gives_memory_back_when_batches_are_gone():
 
 
 def test_cpu_slot_of_no_bytes():
-    slot = CpuSlot({"x": FieldLayout((0, 4), torch.uint8)}, 5, None)
-    assert [buffer.nbytes for buffer in slot.begin(np.arange(5)).values()] == [0]
+    slot = CpuSlot({"x": Dense((0, 4), torch.uint8)}, 5, None)
+    assert [to.out.nbytes for to in slot.begin(np.arange(5)).values()] == [0]
     assert slot.window[0].shape == (5, 0, 4)
+
+
+def test_a_window_that_is_larger_than_planned_is_an_error():
+    """Threads would otherwise write beyond the end of the slot."""
+    slot = CpuSlot(KINDS, 120, None)
+    with pytest.raises(OptionError, match=r"needs an array of \(121, 3, 70, 50\), but was planned to need \(120, 3"):
+        slot.begin(np.arange(121))
 
 
 class TestCuda:
@@ -115,23 +126,23 @@ class TestCuda:
 
     @pytest.fixture
     def slot(self, device):
-        memory = PinnedBuffer(LAYOUTS, 120)
-        slot = CudaSlot(LAYOUTS, 120, deque([memory]), torch.cuda.Stream(device))
+        memory = PinnedBuffer(KINDS, 120)
+        slot = CudaSlot(KINDS, 120, deque([memory]), torch.cuda.Stream(device))
         yield slot
         torch.cuda.synchronize()
         memory.close()
 
     def test_memory_that_is_still_in_use_is_not_overwritten(self, device):
         """A slot may get memory that kernels queued before still write."""
-        num_bytes = slot_bytes(LAYOUTS, 120)
-        memory = PinnedBuffer(LAYOUTS, 120)
+        num_bytes = slot_bytes(KINDS, 120)
+        memory = PinnedBuffer(KINDS, 120)
         data = window_data(120, 0)
         for _ in range(3):
             old = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             torch.cuda._sleep(100_000_000)
             old.fill_(7)
             del old
-            slot = CudaSlot(LAYOUTS, 120, deque([memory]), torch.cuda.Stream(device))
+            slot = CudaSlot(KINDS, 120, deque([memory]), torch.cuda.Stream(device))
             fill(slot.begin(np.arange(120)), data)
             slot.send()
             slot.return_pinned()

@@ -20,7 +20,8 @@ from support.loader_files import IMAGES, LABELS, N, epoch_of, least_memory, path
 from support.orders import ordered
 
 from h5chunk.errors import FileError, OptionError
-from h5chunk.feed.batches import GROUP_BYTES, BatchMaker, FieldPipeline
+from h5chunk.feed.batches import BatchMaker, FieldPipeline
+from h5chunk.feed.columns import dense_kind
 from h5chunk.feed.cuda_slots import CudaSlot
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
@@ -28,6 +29,7 @@ from h5chunk.feed.sampler import ChunkSampler
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import Order
 from h5chunk.transforms import Normalize, ToDtype
+from h5chunk.transforms.converter import Converter
 
 __all__ = ["nothing_is_left", "path"]
 
@@ -192,10 +194,15 @@ def test_an_error_while_waiting_comes_as_it_is(path, monkeypatch, echo, when):
 # Batches that are made together
 
 
+def make_pipeline(dataset: ChunkDataset, name: str, transforms: list) -> FieldPipeline:
+    field = dataset.field(name)
+    return FieldPipeline(transforms, field, dense_kind(field), reuse=False)
+
+
 def make_maker(path, transforms: list, keep: bool) -> BatchMaker:
     dataset = ChunkDataset(path)
     fields = {"images": transforms, "labels": []}
-    return BatchMaker([FieldPipeline(fields[name], dataset.field(name), reuse=False) for name in fields], keep=keep)
+    return BatchMaker([make_pipeline(dataset, name, each) for name, each in fields.items()], keep=keep)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -215,13 +222,13 @@ def test_batches_made_together_are_those_made_alone(path, keep, transforms):
 
 def test_how_many_batches_are_made_together(path):
     """Views of what is there: all; copies: as many as are small together."""
-    field = ChunkDataset(path).field("images")
-    plain, changed = (FieldPipeline(each, field, reuse=False) for each in ([], [ToDtype(torch.float32, scale=True)]))
+    dataset = ChunkDataset(path)
+    plain, changed = (make_pipeline(dataset, "images", each) for each in ([], [ToDtype(torch.float32, scale=True)]))
     assert plain.num_together(16, keep=True) > 1 << 20
     assert changed.num_together(16, keep=True) == 1
     few = plain.num_together(16, keep=False)
-    assert few * 16 * 90 <= GROUP_BYTES < (few + 1) * 16 * 90
-    assert changed.num_together(16, keep=False) == GROUP_BYTES // (16 * 360)
+    assert few * 16 * 90 <= Converter.together_bytes < (few + 1) * 16 * 90
+    assert changed.num_together(16, keep=False) == Converter.together_bytes // (16 * 360)
     assert changed.num_together(1 << 20, keep=False) == 1
 
 
@@ -244,14 +251,14 @@ class TestCuda:
 
         def begin_poisoned(slot, num_samples):
             room = begin(slot, num_samples)
-            slot._pinned.bytes.fill_(0xD5)
+            slot._pinned.room.buffer.fill_(0xD5)
             return room
 
         def release_poisoned(slot):
             release(slot)
             with torch.cuda.stream(slot._stream):
                 slot._stream.wait_event(slot._consumed)
-                slot._bytes.fill_(0xE5)
+                slot._room.buffer.fill_(0xE5)
 
         monkeypatch.setattr(CudaSlot, "begin", begin_poisoned)
         monkeypatch.setattr(CudaSlot, "release", release_poisoned)
@@ -373,7 +380,7 @@ class TestCuda:
             torch.cuda.reset_peak_memory_stats()
             for _ in batches:
                 pass
-            assert data <= torch.cuda.max_memory_allocated() <= data + before + 5 * GROUP_BYTES
+            assert data <= torch.cuda.max_memory_allocated() <= data + before + 5 * Converter.together_bytes
 
     def test_memory_bytes_bounds_it(self, images):
         """Pinned and device memory together."""
@@ -383,7 +390,7 @@ class TestCuda:
                 for _ in loader:
                     pass
                 held = torch.cuda.memory_allocated() - before
-                assert 0 < 2 * held <= memory_bytes + (80 << 10) + 2 * GROUP_BYTES
+                assert 0 < 2 * held <= memory_bytes + (80 << 10) + 2 * Converter.together_bytes
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -27,6 +27,7 @@ from h5chunk import ChunkLoader
 from h5chunk.errors import FileError
 from h5chunk.feed import resident
 from h5chunk.native import cuda
+from h5chunk.transforms.csr import SampleNumbers
 from h5chunk.transforms.kernel_cache import Code
 
 __all__ = ["nothing_is_left", "path"]
@@ -294,9 +295,8 @@ def test_a_subset_stays_on_the_device(
     device: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """It is copied piece by piece."""
-    empty, host = resident._empty, torch.device("cpu")
-    monkeypatch.setattr(resident, "_empty", lambda layout, source, _: empty(layout, source, host))
-    monkeypatch.setattr(resident, "to_device", lambda numbers, _: torch.from_numpy(numbers))
+    monkeypatch.setattr(resident, "_on_device", lambda _, shape, dtype: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(resident, "to_device", lambda numbers, _: SampleNumbers(numbers, torch.from_numpy(numbers)))
     monkeypatch.setattr(Stream, "wait_event", lambda *_: None)  # torch copies what Python reads
     data = subset_of_kind(kind, tmp_path)
     assert flat_epochs(data, resident=True, device="cuda") == flat_epochs(data)

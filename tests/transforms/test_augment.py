@@ -28,8 +28,7 @@ from h5chunk.transforms import (
     Resize,
     ToDtype,
 )
-from h5chunk.transforms.augmenting import AugmentConverter
-from h5chunk.transforms.images import fresh
+from h5chunk.transforms.images import AugmentConverter, fresh
 
 LAST = ToDtype(torch.uint8, channels_last=True)
 ALL = [
@@ -338,7 +337,7 @@ def test_draws_are_the_same_in_every_version(transforms, digest):
     rng = np.random.default_rng(0)
     draws = Draws(2**63 + 5, 3, rng.integers(0, 1 << 40, 500), use=2)
     sizes = (np.array([40]), np.array([33])), rng.integers(26, 400, (2, 500), np.uint16)
-    tables = b"".join(converter.table(*each, draws).tobytes() for each in sizes)
+    tables = b"".join(converter.drawing.table(*each, draws).tobytes() for each in sizes)
     assert hashlib.sha256(tables).hexdigest().startswith(digest)
 
 

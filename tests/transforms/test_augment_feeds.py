@@ -274,7 +274,7 @@ class Jitter:
 @pytest.mark.skipif(not available(), reason="only native code augments in threads")
 def test_threads_are_limited(dataset, monkeypatch):
     """By the caller, or because the workers of a DataLoader share the cores."""
-    for module in ("transforms.augmenting", "feed.sample_reader"):
+    for module in ("transforms.pixels", "feed.sample_reader"):
         monkeypatch.setattr(f"h5chunk.{module}.available_cores", lambda: 8)
     before = {*threading.enumerate()}
 

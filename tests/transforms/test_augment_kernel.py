@@ -26,10 +26,9 @@ from h5chunk.transforms import (
     Resize,
     ToDtype,
 )
-from h5chunk.transforms.augmenting import AugmentConverter
 from h5chunk.transforms.compiled import AugmentKernel
 from h5chunk.transforms.csr import SampleNumbers, fresh
-from h5chunk.transforms.images import ImagesByNumber
+from h5chunk.transforms.images import AugmentConverter, ImagesByNumber
 
 NORMALIZE = Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.25))
 LISTS = {
@@ -63,13 +62,13 @@ def test_interpreted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, *shape), np.uint8))
     draws = Draws(1, 2, np.arange(2))
     expected = AugmentConverter(LISTS[name], torch.uint8, shape, axis, fresh)(batch, False, draws)
-    monkeypatch.setattr("h5chunk.transforms.augmenting.MAX_TOGETHER", 1)
+    monkeypatch.setattr("h5chunk.transforms.images.MAX_TOGETHER", 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: 0)
     monkeypatch.setattr(AugmentKernel, "suits", staticmethod(lambda rule: True))
     converter = AugmentConverter(LISTS[name], torch.uint8, shape, axis, fresh)
     converter.prepare(torch.device("cpu"))
-    monkeypatch.setattr("h5chunk.transforms.augmenting.augment_with_torch", None)
+    monkeypatch.setattr("h5chunk.transforms.pixels.augment_with_torch", None)
     converter.release()  # waits until the kernel is compiled
     assert torch.equal(converter(batch, False, draws), expected)
     if name != "antialias":

@@ -1,8 +1,8 @@
-"""Compute a list of augmenting transforms in one step: crop, resize, pad, flip, erase, normalise and cast each sample.
+"""Compute the pixels of a list of augmenting transforms: crop, resize, pad, flip, erase, normalise and cast each image.
 
-The random geometry of each sample is computed on the host, as one row of a table (`h5chunk.transforms.geometry`). The
-pixels are computed in C, in a Triton kernel on a GPU (`h5chunk.transforms.augment_kernel`), or with torch operations.
-All give the same bits, by this arithmetic:
+The geometry of each image has been drawn on the host, as one row of a table (`h5chunk.transforms.geometry`). The pixels
+are computed in C (``native/augment.c``), by a Triton kernel on a GPU (`h5chunk.transforms.kernels`), or with torch
+operations. All give the same bits, by this arithmetic:
 
 - The source is consecutive bytes: an image begins at its ``OFFSET``, with ``HEIGHT`` rows of ``WIDTH`` pixels, either
   interleaved (H, W, C) or planar (C, H, W). Images may have any sizes and offsets, so that gathering needs no copy.
@@ -22,6 +22,7 @@ All give the same bits, by this arithmetic:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -30,16 +31,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from h5chunk import native
 from h5chunk.errors import OptionError
-from h5chunk.native.augment import ERASED, ImageRule
+from h5chunk.machine import KeptThreads, available_cores
+from h5chunk.native.augment import ERASED, ImageRule, augment
 from h5chunk.plan.permutation import Indices
-from h5chunk.transforms.augment import ERASERS, GEOMETRIC, MODES, RandomCrop
+from h5chunk.transforms.augment import AUGMENTING, MODES, Erasing, RandomCrop
+from h5chunk.transforms.compiled import AugmentKernel
+from h5chunk.transforms.csr import Allocate
 from h5chunk.transforms.geometry import Size
-from h5chunk.transforms.images import Normalize, ToDtype, result_dtype, scale_and_shift, unit_of
+from h5chunk.transforms.normalize import Normalize, ToDtype, result_dtype, scale_and_shift, unit_of
 
-AUGMENTING = (*GEOMETRIC, *ERASERS)
 RESAMPLINGS = ("antialias", "bilinear", "nearest")  # as numbered by augment.c
 WEIGHT_BITS = 22
+IMAGES = 8  # images that a thread takes at a time
 LOOKED_UP, SAME, FLOAT32, BFLOAT16 = range(4)  # conversions of augment.c
 
 
@@ -48,10 +53,12 @@ class Rule:
     """The parameters that all samples of a field share; tensors are on the device of the batches.
 
     ``interpolation`` is "antialias", "bilinear" or "nearest", ``mode`` "constant", "reflect" or "edge". The source is
-    ``interleaved`` (H, W, C) or planar (C, H, W), and so is the memory of the result (``out_interleaved``).
+    ``interleaved`` (H, W, C) or planar (C, H, W), and so is the memory of the result (``out_interleaved``). Results
+    have an axis of channels at the position ``axis``, or none.
     """
 
     channels: int
+    axis: int | None
     size: Size  # of results
     interpolation: str
     mode: str
@@ -69,6 +76,83 @@ class Rule:
         """Return the rule for batches on a device."""
         tensors = {name: value.to(device) for name, value in self.__dict__.items() if isinstance(value, torch.Tensor)}
         return Rule(**{**self.__dict__, **tensors})
+
+    def shape(self, count: int) -> tuple[int, ...]:
+        """Return the shape of results in memory."""
+        if self.axis is None:
+            return count, *self.size
+        return (count, *self.size, self.channels) if self.out_interleaved else (count, self.channels, *self.size)
+
+    def empty(self, count: int, device: torch.device, allocate: Allocate) -> torch.Tensor:
+        """Return memory for results; ``allocate`` returns that of the host."""
+        if device.type == "cpu":
+            return allocate(self.shape(count), self.dtype)
+        return torch.empty(self.shape(count), dtype=self.dtype, device=device)
+
+    def as_batch(self, out: torch.Tensor) -> torch.Tensor:
+        """Return a view of results with the axes of the stored images."""
+        return out.permute(0, 3, 1, 2) if self.out_interleaved and self.axis == 0 else out
+
+
+class Pixels:
+    """Computes the pixels of results by a rule, on the CPU or a GPU.
+
+    ``kernel`` is the one for a GPU, if there is one; it is used as soon as it is compiled.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self.threads = rule, KeptThreads("h5chunk-augment")
+        self.kernel: AugmentKernel | None = None
+        self._native: ImageRule | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "kernel": None, "_native": None}  # another process makes its own
+
+    def prepare(self, device: torch.device) -> None:
+        """Put the constants on the device, and start to compile the kernel for it."""
+        self.rule = self.rule.to(device)
+        if self.kernel is None and AugmentKernel.suits(self.rule):
+            self.kernel = AugmentKernel(self.rule)
+
+    def release(self) -> None:
+        """Stop the threads, and wait for the one that compiles the kernel."""
+        if self.kernel is not None:
+            self.kernel.wait()
+        self.threads.close()
+
+    def compute(self, source: torch.Tensor, table: Indices, out: torch.Tensor) -> None:
+        """Write the result of each row of ``table`` to ``out``. ``source``, 1-D uint8, contains the images."""
+        if self.kernel is not None and (loaded := self.kernel.load(table, None)) is not None:
+            self.kernel(source, loaded, 0, None, 0, out)
+        elif source.device.type == "cpu" and native.available():
+            self._compute_natively(source, table, out)
+        else:
+            augment_with_torch(self.rule, source, table, self._planar(out))
+
+    def _planar(self, out: torch.Tensor) -> torch.Tensor:
+        rule, count = self.rule, len(out)
+        if rule.out_interleaved:
+            return out.view(count, *rule.size, rule.channels).permute(0, 3, 1, 2)
+        return out.view(count, rule.channels, *rule.size)
+
+    def _compute_natively(self, source: torch.Tensor, table: Indices, out: torch.Tensor) -> None:
+        rule, result_bytes = self.native_rule(), out.nbytes // max(1, len(table))
+
+        def compute(first: int) -> None:
+            part = table[first : first + IMAGES]
+            augment(rule, source.data_ptr(), source.nbytes, part, out.data_ptr() + first * result_bytes)
+
+        firsts = range(0, len(table), IMAGES)
+        if len(firsts) == 1:
+            compute(0)
+            return
+        deque(self.threads.pool(available_cores()).map(compute, firsts), 0)
+
+    def native_rule(self) -> ImageRule:
+        """Return the rule in the format of C, which is made once."""
+        if self._native is None:
+            self._native = _native_rule(self.rule)
+        return self._native
 
 
 def augment_with_torch(rule: Rule, source: torch.Tensor, table: Indices, out: torch.Tensor) -> None:
@@ -98,8 +182,7 @@ def augment_with_torch(rule: Rule, source: torch.Tensor, table: Indices, out: to
             result[:, first : first + high, start : start + long] = value[:, None, None]
 
 
-def native_rule(rule: Rule) -> ImageRule:
-    """Return the rule in the format of `h5chunk.native.augment.augment`."""
+def _native_rule(rule: Rule) -> ImageRule:
     (height, width), conversion = rule.size, LOOKED_UP
     if rule.scale is not None and rule.dtype in (torch.float32, torch.bfloat16):
         conversion = FLOAT32 if rule.dtype == torch.float32 else BFLOAT16
@@ -152,6 +235,7 @@ def _window_positions(rule: Rule, count: int, first: int, length: int) -> tuple[
 
 
 def make_rule(transforms: Sequence[Any], sample_shape: tuple[int, ...], axis: int, size: Size, is_mask: bool) -> Rule:
+    """Return the rule of a list of transforms for samples of a shape, whose channels are at ``axis``."""
     channels = 1 if len(sample_shape) == 2 else sample_shape[axis]
     normalize = next((transform for transform in transforms if isinstance(transform, Normalize)), None)
     to_dtype = next((transform for transform in transforms if isinstance(transform, ToDtype)), None)
@@ -172,19 +256,20 @@ def make_rule(transforms: Sequence[Any], sample_shape: tuple[int, ...], axis: in
         scale, shift = (transform.reshape(-1).expand(channels).contiguous() for transform in constants)
         values = values.float() * scale[:, None] + shift[:, None]
     rule = Rule(
-        channels,
-        size,
-        "nearest" if is_mask else resizing,
-        crop.padding_mode,
-        crop.pads,
-        axis == 2,
-        axis == 2 or channels_last,
-        _per_channel(crop, "fill", crop.fill, channels).to(torch.uint8),
-        dtype,
-        scale,
-        shift,
-        values.to(dtype).contiguous(),
-        torch.empty(0, channels, dtype=dtype),
+        channels=channels,
+        axis=axis if len(sample_shape) == 3 else None,
+        size=size,
+        interpolation="nearest" if is_mask else resizing,
+        mode=crop.padding_mode,
+        pads=crop.pads,
+        interleaved=axis == 2,
+        out_interleaved=axis == 2 or channels_last,
+        fill=_per_channel(crop, "fill", crop.fill, channels).to(torch.uint8),
+        dtype=dtype,
+        scale=scale,
+        shift=shift,
+        values=values.to(dtype).contiguous(),
+        erased=torch.empty(0, channels, dtype=dtype),
     )
     return replace(rule, erased=_erased_values(transforms, rule))
 
@@ -197,7 +282,7 @@ def _erased_values(transforms: Sequence[Any], rule: Rule) -> torch.Tensor:
             unit = 255.0 if unit else unit
         elif isinstance(transform, Normalize):
             unit = 0.0  # values are in the units of the result
-        elif isinstance(transform, ERASERS):
+        elif isinstance(transform, Erasing):
             value = _per_channel(transform, "value", transform.value, rule.channels)
             if unit and rule.scale is not None and rule.shift is not None:
                 value = (value * unit).float() * rule.scale + rule.shift
