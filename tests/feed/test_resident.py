@@ -238,7 +238,7 @@ def test_closing_frees_the_data(path, suspended):
     loader = load_whole(path)
     batches = iter(loader)
     next(batches)
-    data = [weakref.ref(field) for field in loader._feed._fields]
+    data = [weakref.ref(field) for field in loader._feed._columns]
     if not suspended:
         list(batches)
     gc.collect()
