@@ -31,7 +31,7 @@ from h5chunk.errors import FieldError, FileError, OptionError, printable
 from h5chunk.plan.csr import entries_of_chunks, entries_of_rows, fullest_chunks
 from h5chunk.store.format.header import CSR
 from h5chunk.store.read.fields import Field, MatrixField
-from h5chunk.store.read.ragged import ImagesField, RaggedField, SeriesField
+from h5chunk.store.read.ragged import RaggedField, SeriesField
 from h5chunk.store.read.samples import CsrBuffers
 from h5chunk.store.read.source import Source
 from h5chunk.store.read.windows import WindowReader
@@ -189,6 +189,11 @@ class Ragged(Kind):
     may_repeat: bool
     max_entries: Callable[[int], int] = field(repr=False)
     is_encoded: bool = False
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether samples are the rows of a matrix that has columns."""
+        return self.num_columns > 0 and not self.is_encoded
 
     @property
     def sample_bytes(self) -> int:  # type: ignore[override]
@@ -472,8 +477,8 @@ def ragged_kind(reader: Source, field: RaggedField, uses: Uses = ONCE) -> Ragged
         values = torch_dtype(field.dtype, field.name)
         assert values is not None
         return Ragged(indptr, 0, values, None, where, False, max_entries)
-    if not isinstance(field, MatrixField):
-        return Ragged(indptr, BYTES, torch.uint8, None, where, False, max_entries, isinstance(field, ImagesField))
+    if not isinstance(field, MatrixField):  # images
+        return Ragged(indptr, BYTES, torch.uint8, None, where, False, max_entries, True)
     values = None if field.value_dtype is None else torch_dtype(field.value_dtype, field.name)
     columns = torch_dtype(field.index_dtype, field.name)
     assert columns is not None

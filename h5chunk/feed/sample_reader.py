@@ -23,7 +23,7 @@ from torch.utils.data import get_worker_info
 
 from h5chunk.errors import FileError, OptionError
 from h5chunk.feed.collate import Batch, TaggedBatch
-from h5chunk.feed.columns import ragged_kind, torch_dtype
+from h5chunk.feed.columns import Ragged, ragged_kind, torch_dtype
 from h5chunk.feed.disk_cache import DiskCache
 from h5chunk.feed.kept_rows import KeptRows, num_kept_chunks
 from h5chunk.feed.memory import Assemble, SharedMemory
@@ -35,9 +35,9 @@ from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import INTERLEAVE, Order
 from h5chunk.stamp import stamp_of
 from h5chunk.store.read.field_readers import field_readers, read_small_fields
-from h5chunk.store.read.fields import Field, MatrixField
+from h5chunk.store.read.fields import Field
 from h5chunk.store.read.open_files import OpenFiles
-from h5chunk.store.read.ragged import ImagesField, RaggedField, SeriesField
+from h5chunk.store.read.ragged import RaggedField, SeriesField
 from h5chunk.store.read.reader import Source
 from h5chunk.transforms import (
     BATCH_TRANSFORMS,
@@ -223,12 +223,14 @@ class SampleReader:
             return [decoded(numbers).tolist()]
         if numbers is not None:
             return [loaded(torch.from_numpy(numbers))]
-        field, rows, convert = self._reader.fields[name], draws.numbers, self._converters.get(name)
+        field: Any = self._reader.fields[name]
+        rows, convert = draws.numbers, self._converters.get(name)
+        kind = self._open().kinds.get(name)
         if convert is not None:
-            return convert.load(self._samples(field, rows, ordered), draws)
-        if isinstance(field, ImagesField):
+            return convert.load(self._samples(field, kind, rows, ordered), draws)
+        if kind is not None:  # images of any size, which are decoded one by one
             sizes = self._reader.image_sizes_of(name)
-            return [whole_images(self._read_entries(name, rows), rows, sizes, field, self._name_of)]
+            return [whole_images(self._read_entries(name, kind, rows), rows, sizes, field, self._name_of)]
         shape, dtype = (len(rows), *field.sample_shape), torch_dtype(field.dtype, name)
         if dtype is None:
             text = np.empty(shape, field.dtype)
@@ -238,12 +240,12 @@ class SampleReader:
             Loaded([(shape, dtype)], lambda tensors: self._read(name, rows, as_array(tensors[0]).view(field.dtype)))
         ]
 
-    def _samples(self, field: Field | RaggedField, rows: np.ndarray, ordered: bool) -> torch.Tensor | CsrRows:
-        """Read the samples that a converter converts."""
-        if isinstance(field, MatrixField):
-            return self._entries(field.name, rows, ordered)
-        if not isinstance(field, Field):
-            return self._read_entries(field.name, rows)
+    def _samples(self, field: Any, kind: Ragged | None, rows: np.ndarray, ordered: bool) -> torch.Tensor | CsrRows:
+        """Read the samples that a converter converts. Rows of a matrix are valid until the next call."""
+        if kind is not None:
+            order = self._order if ordered and kind.is_matrix and len(rows) else None
+            kept = None if order is None else self._open().kept_rows(field.name, order)
+            return self._read_entries(field.name, kind, rows) if kept is None else kept.take(np.ascontiguousarray(rows))
         stored = np.empty((len(rows), *field.sample_shape), field.dtype)
         self._read(field.name, rows, stored)
         return torch.from_numpy(stored)
@@ -258,17 +260,10 @@ class SampleReader:
         else:
             opened.read(name, rows, out.reshape(len(rows), -1).view(np.uint8))
 
-    def _entries(self, name: str, rows: np.ndarray, ordered: bool) -> CsrRows:
-        """Return rows of a sparse matrix, which are valid until the next call for the same matrix."""
-        kept = self._open().kept_rows(name, self._order) if ordered and self._order is not None and len(rows) else None
-        return self._read_entries(name, rows) if kept is None else kept.take(np.ascontiguousarray(rows))
-
-    def _read_entries(self, name: str, rows: np.ndarray) -> CsrRows:
-        opened = self._open()
-        kind = opened.kinds[name]
+    def _read_entries(self, name: str, kind: Ragged, rows: np.ndarray) -> CsrRows:
         column = kind.empty(rows, fresh)
         if len(rows):
-            opened.read(name, rows, kind.destination(column).out)
+            self._open().read(name, rows, kind.destination(column).out)
         kind.check(column)
         return column
 
@@ -361,7 +356,7 @@ class _OpenFields:
         if not kind.indptr[-1]:
             return None
         num_workers = 1 if worker is None else worker.num_workers
-        matrices = [self.kinds[each] for each, field in self._reader.fields.items() if isinstance(field, MatrixField)]
+        matrices = [each for each in self.kinds.values() if each.is_matrix]
         if num_chunks := num_kept_chunks(self._reader, matrices, order, num_workers):
             with suppress(OSError):  # some machines refuse to reserve so much memory
                 return KeptRows(self._reader, kind, num_chunks, partial(self.read, name))
