@@ -52,7 +52,7 @@ EXPORT int h5chunk_can_map(void) {
 
 int h5chunk_guarded(int (*copy)(void *), void *argument) {
     sigjmp_buf jump;
-    int result = -1;
+    volatile int result = -1; /* a jump keeps it */
     if (!h5chunk_can_map()) return -1;
     if (!sigsetjmp(jump, 1)) { /* 1: the jump unblocks the signal again */
         pthread_setspecific(jump_key, &jump);
