@@ -474,7 +474,7 @@ def test_files_of_episodes_have_their_own_names(tmp_path: Path) -> None:
 
 
 def test_workers_are_refused_with_the_name_of_the_threads(tmp_path: Path) -> None:
-    with pytest.raises(h5chunk.OptionError, match="pass num_threads instead"):
+    with pytest.raises(h5chunk.OptionError, match="num_threads"):
         h5chunk.ChunkLoader(_make("flat", tmp_path, length=2), 4, num_workers=2)  # type: ignore[arg-type]
 
 
