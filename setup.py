@@ -4,7 +4,7 @@ from setuptools import Extension, setup
 
 core = Extension(
     "h5chunk.native._core",
-    [f"h5chunk/native/{name}.c" for name in ("core", "filters", "rows", "augment", "jpeg", "cuda", "maps")],
+    [f"h5chunk/native/{name}.c" for name in ("core", "filters", "rows", "augment", "colour", "jpeg", "cuda", "maps")],
     libraries=["m"],
     depends=[f"h5chunk/native/{name}.h" for name in ("augment", "filters", "maps")],
     extra_compile_args=["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"],

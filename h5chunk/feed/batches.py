@@ -298,6 +298,13 @@ class BatchMaker:
             batch = batch if self._mixer is None else self._mixer(batch)
         return batch if self._by_name is None else self._by_name(batch)
 
+    def release(self) -> None:
+        """Stop the threads, and free the memory that is kept for later batches."""
+        for pipeline in self._pipelines:
+            pipeline.release()
+        if self._mixer is not None:
+            self._mixer.release()
+
     def _transformed(self, batch: Tensors) -> tuple[Any, ...]:
         finished: list[Any] = []
         for others, part in zip(self._others, batch, strict=True):

@@ -524,8 +524,7 @@ class ChunkLoader(Resumable):
         if self._feed is not None:
             self._finalizer()
             self._feed = None
-            for pipeline in self._pipelines:
-                pipeline.release()
+            self._maker.release()
 
     def __getitem__(self, _: object) -> Any:
         raise OptionError("a ChunkLoader cannot be indexed: iterate it directly, without a DataLoader")

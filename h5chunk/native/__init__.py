@@ -173,6 +173,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("unlzf", number, (address, number, address, number)),
         ("dense", ctypes.c_int, (ctypes.POINTER(_Matrix), address, number, address)),
         ("augment", ctypes.c_int, (address, address, number, address, number, number, address)),
+        ("jitter", None, (address, address, number, number, number, ctypes.c_int)),
         ("copy_boxes", None, (address, address, number, number, address, number, address, address)),
         ("find_jpeg", ctypes.c_int, (address,)),
         ("decode", number, (*[address] * 4, number)),

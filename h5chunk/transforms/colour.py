@@ -11,14 +11,17 @@ operations change the pixels in place, and give the same bits, by this arithmeti
 - With the factor f, brightness multiplies values by f; contrast is ``value * f + mean * (1 - f)``, where ``mean`` is
   the mean gray value of the image, ``256 * sum // count / 256``; and saturation is ``value * f + gray * (1 - f)``.
   Floats are rounded to float32 after each operation.
-- The hue of a pixel is an integer, ``sector * delta * 2**16 + fraction``, from 0 to ``6 * delta * 2**16``, where
-  ``delta`` is the difference of its largest and least value. A shift of ``hue * 6 * 2**16``, rounded, times ``delta``
-  is added. The largest and the least value stay, in other channels, and the third one is between these.
+- With the difference ``delta`` of a pixel's largest and least value, and ``sector = delta * 2**16``, its hue is an
+  integer from 0 to ``6 * sector``, to which the shift times ``delta`` is added. The shift is ``hue * 6 * 2**16``,
+  rounded. With the offset k = 5 for red, 3 for green and 1 for blue, and ``h = (hue + k * sector) % (6 * sector)``, a
+  channel has the value ``v = largest * 2**16 - max(0, min(h, 4 * sector - h, sector))``, which becomes the whole number
+  ``v + v // 256 >> 16``.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -27,16 +30,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from h5chunk import native
 from h5chunk.errors import OptionError
+from h5chunk.machine import KeptThreads, available_cores
+from h5chunk.native import cuda
+from h5chunk.native.colour import jitter
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.source import Source
+from h5chunk.transforms.compiled import KERNELS, Compiling, current_stream
 from h5chunk.transforms.converter import Converter
 from h5chunk.transforms.images import channel_axis
+from h5chunk.transforms.kernel_cache import path_of, prepared
 
 Range = tuple[float, float]
 STREAM = 1 << 21  # of the draws; not one of those of crops and flips, which are equal for images and masks
 BRIGHTNESS, CONTRAST, SATURATION, HUE, NOTHING = range(5)
 ORDERS = np.array(list(permutations(range(4))))
+PIXELS, WARPS = 2048, 8  # of the kernel: pixels at a time, and warps per image
+IMAGES = 4  # that a thread takes at a time
 TURN = 6 << 16  # the shift of the hue by which all colours stay
 
 
@@ -80,9 +91,9 @@ class ColorJitter:
         """The ranges of the four changes."""
         return self.brightness, self.contrast, self.saturation, self.hue  # type: ignore[return-value]
 
-    def draw(self, draws: Draws) -> np.ndarray:
-        """Draw the changes of each image: a table, (n, 5) int32, as the module describes it."""
-        numbers, table = draws.uniform(STREAM, 5), np.empty((len(draws.samples), 5), np.int32)
+    def draw(self, draws: Draws, table: np.ndarray) -> None:
+        """Draw the changes of each image, and fill a table, (n, 5) int32, as the module describes it."""
+        numbers = draws.uniform(STREAM, 5)
         orders = ORDERS[(numbers[4] * len(ORDERS)).astype(np.int64)]
         table[:, 0] = (np.where(np.isin(orders, self._steps), orders, NOTHING) << [0, 3, 6, 9]).sum(1)
         for step, (limits, number) in enumerate(zip(self.ranges, numbers, strict=False)):
@@ -90,7 +101,6 @@ class ColorJitter:
             value = low + number * (high - low)
             shift = np.rint(value * TURN) if step == HUE else value.astype(np.float32).view(np.int32)
             table[:, 1 + step] = shift
-        return table
 
     @property
     def _steps(self) -> list[int]:
@@ -136,22 +146,119 @@ def check_images(jitter: ColorJitter, dtype: torch.dtype, sample_shape: tuple[in
         )
 
 
+class JitterKernel(Compiling):
+    """Changes the colours of images on a GPU in place, once the kernel is compiled.
+
+    Each program changes one image, whose pixels are read twice if their mean is needed for contrast.
+    """
+
+    def __init__(self, channels: int, num_pixels: int, device: torch.device, *, interleaved: bool, contrasts: bool):
+        self._options = {
+            "num_pixels": num_pixels,
+            "pixel_stride": channels if interleaved else 1,
+            "channel_stride": 1 if interleaved else num_pixels,
+            "channels": channels,
+            "contrasts": contrasts,
+            "block": PIXELS,
+            "num_warps": WARPS,
+            "enable_fp_fusion": False,
+        }
+        self._size, self._device = channels * num_pixels, device
+        self._launch: cuda.Launch | None = None
+        self._prepare_in_thread(self._prepare)
+
+    @staticmethod
+    def suits(device: torch.device) -> bool:
+        """Return whether the kernel supports this device."""
+        return device.type == "cuda"
+
+    def _prepare(self) -> None:
+        with torch.cuda.device(self._device):
+            images, other = (torch.arange(self._size, device=self._device).to(torch.uint8) for _ in range(2))
+            row = [0o3210, *np.array([0.5, 1.5, 2], np.float32).view(np.int32).tolist(), TURN // 3]
+            table = torch.tensor([row], dtype=torch.int32, device=self._device)
+            self._launch = prepared(
+                path_of(KERNELS, "jitter_colours", (images, table), self._options),
+                2,
+                (),
+                lambda: self._by_triton(images, table),
+                lambda launch: self._by_driver(launch, other, table) and torch.equal(images, other),
+            )
+
+    def __call__(self, images: torch.Tensor, table: torch.Tensor) -> bool:
+        """Change contiguous images, unless the kernel is not compiled yet; return whether it ran."""
+        if not self.is_ready:
+            return False
+        table = table.to(self._device, non_blocking=True)
+        if self._launch is None or not self._by_driver(self._launch, images, table):
+            with torch.cuda.device(self._device):
+                self._by_triton(images, table)
+        return True
+
+    def _by_driver(self, launch: cuda.Launch, images: torch.Tensor, table: torch.Tensor) -> bool:
+        stream = current_stream(int(self._device.index))
+        return launch(stream, len(table), (images.data_ptr(), table.data_ptr()))
+
+    def _by_triton(self, images: torch.Tensor, table: torch.Tensor) -> Any:
+        from h5chunk.transforms.kernels import jitter_colours as kernel
+
+        return kernel[(len(table),)](images, table, **self._options)
+
+
 class Jitter:
     """Changes the colours of batches in place. ``axis`` is that of the channels in a sample of ``sample_shape``."""
 
     def __init__(self, transform: ColorJitter, sample_shape: tuple[int, ...], axis: int) -> None:
         self._transform = transform
         self._channels = sample_shape[axis] if len(sample_shape) == 3 else 1
+        self._num_pixels = math.prod(sample_shape) // self._channels
         self._interleaved = self._channels > 1 and axis == 2
+        self.threads = KeptThreads("h5chunk-colour")
+        self._kernel: JitterKernel | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kernel": None}  # another process makes its own
+
+    def prepare(self, device: torch.device) -> None:
+        """Start to compile the kernel for batches on a device."""
+        if self._kernel is None and JitterKernel.suits(device):
+            contrasts = self._transform.contrast is not None
+            options = {"interleaved": self._interleaved, "contrasts": contrasts}
+            self._kernel = JitterKernel(self._channels, self._num_pixels, device, **options)
+
+    def release(self) -> None:
+        """Stop the threads, and wait for the one that compiles the kernel."""
+        if self._kernel is not None:
+            self._kernel.wait()
+        self.threads.close()
 
     def __call__(self, images: torch.Tensor, draws: Draws) -> None:
         """Change contiguous uint8 images, on any device, by the draws of their samples."""
         if not images.numel():
             return
-        table = self._transform.draw(draws)
+        table = torch.empty(len(images), 5, dtype=torch.int32, pin_memory=images.device.type == "cuda")
+        self._transform.draw(draws, table.numpy())
+        if self._kernel is not None and self._kernel(images, table):
+            return
+        if images.device.type == "cpu" and native.available():
+            self._jitter_natively(images, table.numpy())
+            return
         shape = (len(images), -1, self._channels) if self._interleaved else (len(images), self._channels, -1)
         pixels = images.view(shape)
-        jitter_with_torch(pixels.mT if self._interleaved else pixels, table)
+        jitter_with_torch(pixels.mT if self._interleaved else pixels, table.numpy())
+
+    def _jitter_natively(self, images: torch.Tensor, table: np.ndarray) -> None:
+        image_bytes = self._channels * self._num_pixels
+
+        def change(first: int) -> None:
+            part, place = table[first : first + IMAGES], images.data_ptr() + first * image_bytes
+            jitter(place, part, self._num_pixels, self._channels, interleaved=self._interleaved)
+
+        firsts = range(0, len(table), IMAGES)
+        if len(firsts) == 1:
+            change(0)
+            return
+        deque(self.threads.pool(available_cores()).map(change, firsts), 0)
 
 
 def jitter_with_torch(images: torch.Tensor, table: np.ndarray) -> None:
@@ -197,14 +304,13 @@ def _turned(pixels: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
     turn, sector = 6 * delta << 16, delta << 16
     hue = torch.where(hue < 0, hue + turn, hue)
     hue = torch.where(hue >= turn, hue - turn, hue)
-    number = torch.stack([hue >= count * sector for count in range(1, 6)]).sum(0, dtype=torch.int32)
-    rest = hue - number * sector
-    middle = torch.where(number % 2 == 0, (low << 16) + rest, (high << 16) - rest)
-    middle = (middle + (middle >> 8)) >> 16
-    channels = []  # in each of the six sectors, another channel has the largest value, and another one the middle value
-    for highs, middles in (((0, 5), (1, 4)), ((1, 2), (0, 3)), ((3, 4), (2, 5))):
-        is_high, is_middle = ((number == pair[0]) | (number == pair[1]) for pair in (highs, middles))
-        channels.append(torch.where(is_high, high, torch.where(is_middle, middle, low)))
+    channels = []
+    for offset in (5, 3, 1):
+        own = hue + offset * sector
+        own = torch.where(own >= turn, own - turn, own)
+        below = torch.minimum(torch.minimum(own, 4 * sector - own).clamp(min=0), sector)
+        value = (high << 16) - below
+        channels.append((value + (value >> 8)) >> 16)
     return torch.stack(channels, 1)
 
 
@@ -239,7 +345,7 @@ class ColourConverter(Converter):
     def attach(
         self, source: Source, name_of: Callable[[int], str], num_threads: int | None, device: torch.device
     ) -> None:
-        self._device = device
+        self._device, self._jitter.threads.limit = device, num_threads
         for part in self._parts:
             part.attach(source, name_of, num_threads, device)
 
@@ -249,8 +355,10 @@ class ColourConverter(Converter):
 
     def prepare(self, device: torch.device) -> None:
         self._before.prepare(device)
-        if self._after is not None:  # batches that are made ahead are on the user's device
-            self._after.prepare(self._device if self.ahead else device)
+        device = self._device if self.ahead else device  # batches that are made ahead are on the user's device
+        self._jitter.prepare(device)
+        if self._after is not None:
+            self._after.prepare(device)
 
     def __call__(self, samples: Any, keep: bool, draws: Draws) -> torch.Tensor:
         return self._finished(self._before(samples, False, draws), draws)  # type: ignore[arg-type]
@@ -269,3 +377,4 @@ class ColourConverter(Converter):
     def release(self) -> None:
         for part in self._parts:
             part.release()
+        self._jitter.release()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -16,13 +17,17 @@ import numpy as np
 import torch
 
 from h5chunk.errors import OptionError, check_whole, names_text
+from h5chunk.native import cuda
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import Field
+from h5chunk.transforms.compiled import KERNELS, Compiling, current_stream
 from h5chunk.transforms.csr import Allocate, fresh
 from h5chunk.transforms.images import channel_axis
+from h5chunk.transforms.kernel_cache import bits_of, path_of, prepared
 
 STREAM = 1 << 29  # of the draws that mix a batch
 MAX_CLASSES = 1 << 24
+BLOCK, WARPS = 1024, 4  # elements of a sample that a program of the kernel mixes, and its warps
 Random = np.random.RandomState  # whose numbers are the same in all versions of NumPy
 
 
@@ -97,7 +102,8 @@ class MixUp(Mixing):
     ------
     OptionError
         An argument is invalid; or, when batches are made, samples are not floats (put `Normalize` or `ToDtype` first),
-        or labels are neither integers from 0 to ``num_classes`` - 1 nor numbers for each class.
+        or labels are neither integers from 0 to ``num_classes`` - 1 nor numbers for each class. On a GPU, labels that
+        are out of range become NaN, and the next batch raises the error.
     """
 
     def blend(self, random: Random, batch: torch.Tensor, axis: int) -> Blend:
@@ -255,13 +261,24 @@ class Mixer:
             raise OptionError(f"{self.transform} does not fit field {name!r}, whose samples have no common shape")
         self._axis = channel_axis(field.sample_shape, field.axes) if isinstance(field, Field) else 0
         self._allocate = allocate
+        self._kernel: MixKernel | None = None  # for batches on a GPU
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kernel": None}  # another process makes its own
+
+    def release(self) -> None:
+        """Wait for the thread that compiles the kernel."""
+        if self._kernel is not None:
+            self._kernel.wait()
 
     def __call__(self, tensors: Sequence[torch.Tensor], seeds: np.ndarray | None = None) -> tuple[torch.Tensor, ...]:
         """Mix a batch, with the random numbers of its ``seeds``. Without these, random numbers are torch's."""
         mixed = list(tensors)
         images, labels = (tensors[place] for place in self.places)
         random = _random_of_torch() if seeds is None else Random(seeds)
-        made = mix(self.transform, images, labels, random, self._axis, self._allocate)
+        if self._kernel is None and MixKernel.suits(images, labels):
+            self._kernel = MixKernel(self.transform, images, labels, self._axis)
+        made = mix(self.transform, images, labels, random, self._axis, self._allocate, self._kernel)
         for place, tensor in zip(self.places, made, strict=True):
             mixed[place] = tensor
         return tuple(mixed)
@@ -317,17 +334,137 @@ def mix(
     random: Random,
     axis: int,
     allocate: Allocate = fresh,
+    kernel: MixKernel | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mixed images and labels in new memory. ``axis`` is the axis of channels in the images' samples."""
     num_classes = _check_batch(transform, images, labels)
     if not len(images):
         return images, torch.zeros(0, num_classes, device=labels.device)
     blend = transform.blend(random, images, axis)
+    if kernel is not None and (mixed := kernel(blend, images, labels)) is not None:
+        return mixed
     if len(images) == 1:
         return images, blend_labels(Blend(1.0), labels, num_classes)
     out = _empty_like(images, allocate)
     blend_with_torch(blend, images, out, axis)
     return out, blend_labels(blend, labels, num_classes)
+
+
+class MixKernel(Compiling):
+    """Mixes batches on a GPU, images and labels in one launch, once the kernel is compiled.
+
+    It is compiled for samples like those of a first batch. Labels that are no class do not raise an error at once,
+    because waiting for the GPU would take long: they become NaN, and the next batch raises OptionError.
+    """
+
+    def __init__(self, transform: AnyMixing, images: torch.Tensor, labels: torch.Tensor, axis: int) -> None:
+        height, width = _sides(images, axis) if images.ndim > 2 else (1, 1)
+        memory, inner = _in_memory(images), 1  # elements of a pixel that are neighbours in memory
+        if memory is not images or (images.ndim > 3 and axis == images.ndim - 2):
+            inner = memory.shape[-1]
+        self._num_classes = int(labels.shape[1] if labels.ndim == 2 else transform.num_classes or 0)
+        self._options = {
+            "sample_size": images[0].numel(),
+            "inner": inner,
+            "columns": width,
+            "lines": height,
+            "num_classes": self._num_classes,
+            "is_index": labels.ndim == 1,
+            "block": BLOCK,
+            "num_warps": WARPS,
+            "enable_fp_fusion": False,
+        }
+        self._like, self._device = self._signature(images, labels), images.device
+        self._wrong = torch.zeros(1, dtype=torch.int64, pin_memory=self._device.type == "cuda")  # a wrong label, or 0
+        self._launches: dict[bool, cuda.Launch | None] = {}  # with and without a box
+        likes = [(each[:1].shape, each.dtype) for each in (memory, labels)]
+        self._prepare_in_thread(partial(self._prepare, likes))
+
+    @staticmethod
+    def suits(images: Any, labels: Any) -> bool:
+        """Return whether the kernel supports the device, dtypes and memory format of a batch."""
+        are_tensors = isinstance(images, torch.Tensor) and isinstance(labels, torch.Tensor)
+        if not are_tensors or images.layout != torch.strided or images.device.type != "cuda" or not len(images):
+            return False
+        is_held = _in_memory(images).is_contiguous() and images[0].numel() < 1 << 31
+        return is_held and labels.is_contiguous() and torch.float64 not in (images.dtype, labels.dtype)
+
+    def _signature(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[Any, ...]:
+        is_planar = _in_memory(images) is images
+        return images.shape[1:], images.dtype, is_planar, labels.shape[1:], labels.dtype, images.device
+
+    def _prepare(self, likes: Sequence[tuple[Any, torch.dtype]]) -> None:
+        with torch.cuda.device(self._device):
+            images, labels = (torch.ones(shape, dtype=dtype, device=self._device) for shape, dtype in likes)
+            if labels.ndim == 1:
+                labels.zero_()
+            for blend in (Blend(0.25), Blend(0.25, (0, 0, 1, 1))):
+                cuts = blend.box is not None
+                if not cuts and not images.is_floating_point():
+                    continue
+                given, others = (
+                    (images, labels, torch.zeros_like(images), self._empty_labels(1, labels)) for _ in range(2)
+                )
+                self._launches[cuts] = prepared(
+                    path_of(KERNELS, "mix_samples", self._arguments(blend, *given), self._options | {"cuts": cuts}),
+                    len(self._arguments(blend, *given)),
+                    (),
+                    partial(self._by_triton, blend, *given),
+                    partial(self._is_right, blend, given, others),
+                )
+
+    def _is_right(self, blend: Blend, given: Sequence[torch.Tensor], others: Any, launch: cuda.Launch) -> bool:
+        ran = self._by_driver(launch, blend, *others)
+        return ran and all(torch.equal(one, other) for one, other in zip(given[2:], others[2:], strict=True))
+
+    def __call__(
+        self, blend: Blend, images: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return a mixed batch; None if the kernel is not compiled yet, or the batch is unlike the first one."""
+        if not self.is_ready or not MixKernel.suits(images, labels) or self._signature(images, labels) != self._like:
+            return None
+        if label := int(self._wrong):
+            self._wrong.zero_()
+            raise OptionError(_wrong_label(label, self._num_classes))
+        out, soft = torch.empty_like(images), self._empty_labels(len(images), labels)
+        if len(images) == 1:
+            blend = Blend(1.0, (0, 0, 0, 0))
+        given = _in_memory(images), labels, _in_memory(out), soft
+        launch = self._launches.get(blend.box is not None)
+        if launch is None or not self._by_driver(launch, blend, *given):
+            with torch.cuda.device(self._device):
+                self._by_triton(blend, *given)
+        return out, soft
+
+    def _empty_labels(self, count: int, labels: torch.Tensor) -> torch.Tensor:
+        dtype = labels.dtype if labels.is_floating_point() else torch.float32
+        return torch.empty(count, self._num_classes, dtype=dtype, device=self._device)
+
+    def _arguments(self, blend: Blend, *given: torch.Tensor) -> tuple[Any, ...]:
+        """Return the arguments of a launch: the tensors, and the numbers of a blend. The images are contiguous."""
+        return *given, self._wrong, len(given[0]), blend.share, 1 - blend.share, *(blend.box or (0, 0, 0, 0))
+
+    def _blocks(self, count: int) -> int:
+        return count * (-(-self._options["sample_size"] // BLOCK) + 1)
+
+    def _by_driver(self, launch: cuda.Launch, blend: Blend, *given: torch.Tensor) -> bool:
+        *tensors, count, share, rest, top, left, height, width = self._arguments(blend, *given)
+        numbers = count, bits_of(share), bits_of(rest), top, left, height, width
+        stream = current_stream(int(self._device.index))
+        return launch(stream, self._blocks(count), (*(each.data_ptr() for each in tensors), *numbers))
+
+    def _by_triton(self, blend: Blend, *given: torch.Tensor) -> Any:
+        from h5chunk.transforms.kernels import mix_samples as kernel
+
+        arguments = self._arguments(blend, *given)
+        return kernel[(self._blocks(len(given[0])),)](*arguments, **self._options, cuts=blend.box is not None)
+
+
+def _in_memory(images: torch.Tensor) -> torch.Tensor:
+    """Return a batch with its axes in the order of memory: as it is, or (n, H, W, C) for ``channels_last``."""
+    if images.ndim == 4 and not images.is_contiguous() and images.is_contiguous(memory_format=torch.channels_last):
+        return images.permute(0, 2, 3, 1)
+    return images
 
 
 def _check_batch(transform: AnyMixing, images: torch.Tensor, labels: torch.Tensor) -> int:
@@ -376,9 +513,9 @@ def _empty_like(images: torch.Tensor, allocate: Allocate) -> torch.Tensor:
     """Allocate memory for a batch, in the same memory format."""
     if images.device.type != "cpu":
         return torch.empty_like(images)
-    if images.is_contiguous() or images.ndim != 4 or not images.is_contiguous(memory_format=torch.channels_last):
-        return allocate(tuple(images.shape), images.dtype)
-    return allocate(tuple(images.permute(0, 2, 3, 1).shape), images.dtype).permute(0, 3, 1, 2)
+    memory = _in_memory(images)
+    out = allocate(tuple(memory.shape), images.dtype)
+    return out if memory is images else out.permute(0, 3, 1, 2)
 
 
 def blend_with_torch(blend: Blend, images: torch.Tensor, out: torch.Tensor, axis: int) -> None:
@@ -401,22 +538,22 @@ def blend_with_torch(blend: Blend, images: torch.Tensor, out: torch.Tensor, axis
 
 def blend_labels(blend: Blend, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
     """Return the mixed labels, (n, num_classes): float32, or the dtype of labels that are floats."""
-    if labels.ndim == 1:
-        labels = _one_hot(labels, num_classes)
-    elif not labels.is_floating_point():
-        labels = labels.float()
-    return labels.mul(blend.share).add_(labels.roll(1, 0).mul_(1 - blend.share))
+    soft = _one_hot(labels, num_classes) if labels.ndim == 1 else labels
+    exact = soft.to(torch.float64 if soft.dtype == torch.float64 else torch.float32)
+    mixed = exact.mul(blend.share).add_(exact.roll(1, 0).mul_(1 - blend.share))
+    return mixed.to(labels.dtype) if labels.is_floating_point() else mixed
 
 
 def _one_hot(labels: torch.Tensor, num_classes: int) -> torch.Tensor:
     """Return (n, num_classes) float32 with a 1 for each label. Raise OptionError for a label that is no class."""
     wrong = (labels < 0) | (labels >= num_classes)
     if wrong.any():
-        worst = int(labels[wrong][0])
-        raise OptionError(
-            f"a label is {worst}, but num_classes is {num_classes}, so that labels are from 0 to {num_classes - 1}"
-        )
+        raise OptionError(_wrong_label(int(labels[wrong][0]), num_classes))
     return torch.zeros(len(labels), num_classes, device=labels.device).scatter_(1, labels.long()[:, None], 1)
+
+
+def _wrong_label(label: int, num_classes: int) -> str:
+    return f"a label is {label}, but num_classes is {num_classes}, so that labels are from 0 to {num_classes - 1}"
 
 
 def _random_of_torch() -> Random:

@@ -82,7 +82,7 @@ def per_sample(transform: Callable[[torch.Tensor], torch.Tensor]) -> PerSample:
 
     ::
 
-        ChunkLoader("photos.h5", 256, transforms=[RandomResizedCrop(224), per_sample(v2.ColorJitter(0.4)), normalize])
+        ChunkLoader("photos.h5", 256, transforms=[RandomResizedCrop(224), per_sample(v2.RandomRotation(9)), normalize])
 
     Torchvision's random transforms use the same random numbers for all samples of a call, that is, of a batch. In a
     `ChunkLoader`, torch's random generators of the CPU and of the batch's device are seeded from the loader's seed, the

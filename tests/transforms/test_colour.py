@@ -100,6 +100,12 @@ def test_each_change(step, factor):
         assert distance.max() <= 1 and distance.mean() < 0.02
 
 
+def drawn(jitter: ColorJitter, draws: Draws) -> np.ndarray:
+    table = np.empty((len(draws.samples), 5), np.int32)
+    jitter.draw(draws, table)
+    return table
+
+
 def changed(image: torch.Tensor, row: np.ndarray) -> torch.Tensor:
     """The changes in a row of a table, one after another."""
     factors = [*row[1:4].view(np.float32).tolist(), row[4] / (6 << 16)]
@@ -113,17 +119,30 @@ def changed(image: torch.Tensor, row: np.ndarray) -> torch.Tensor:
 def test_orders():
     """One change after another, in the order that was drawn: each may enlarge a distance of 1."""
     images = torch.from_numpy(values((48, 3, 8, 9), np.uint8))
-    table = JITTER.draw(Draws(3, 0, np.arange(48)))
+    table = drawn(JITTER, Draws(3, 0, np.arange(48)))
     assert len(set(table[:, 0].tolist())) > 15
     expected = torch.stack([changed(image, row) for image, row in zip(images.double(), table, strict=True)])
     jitter_with_torch(images.view(48, 3, 72), table)
     assert (images - expected).abs().max() <= 6 and (images - expected).abs().mean() < 0.02
 
 
+@pytest.mark.parametrize("shape", [(3, 8, 9), (40, 39, 3), (1, 70, 30), (40, 30)])
+def test_native_equals_torch(shape, monkeypatch):
+    images = torch.from_numpy(values((13, *shape), np.uint8))
+    found, expected = images.clone(), images.clone()
+    for jitter in (ColorJitter(0.4, (0, 3), (0, 5), 0.5), ColorJitter(hue=0.3, brightness=3), ColorJitter(contrast=1)):
+        change, draws = Jitter(jitter, shape, 2 if shape[-1] == 3 else 0), Draws(1, 0, np.arange(13))
+        change(found, draws)
+        with monkeypatch.context() as patched:
+            patched.setattr("h5chunk.native.available", lambda: False)
+            change(expected, draws)
+        assert torch.equal(found, expected) and not torch.equal(found, images)
+
+
 def test_distribution():
     """Over 10 seeds: uniform factors, all orders equally often, and independent of each other."""
     jitter = ColorJitter(0.4, (0.5, 2.0), 3.0, 0.1)
-    table = np.concatenate([jitter.draw(Draws(seed, 1, np.arange(480))) for seed in range(10)])
+    table = np.concatenate([drawn(jitter, Draws(seed, 1, np.arange(480))) for seed in range(10)])
     numbers = np.column_stack([table[:, 1:4].copy().view(np.float32), table[:, 4] / (6 << 16)])
     for column, (low, high) in zip(numbers.T, ((0.6, 1.4), (0.5, 2.0), (0.0, 4.0), (-0.1, 0.1)), strict=True):
         share = (np.sort(column) - low) / (high - low)
