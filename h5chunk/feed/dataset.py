@@ -139,7 +139,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         of `h5chunk.transforms` that augment images or convert a matrix, they are applied to whole batches as they are
         read: ``transforms=[Log1p(1e4), Dense(torch.float16)]``. By default, a matrix becomes dense float32, which
         rounds float64 (``Dense(torch.float64)`` does not). With ``Csr()`` a batch is one ``torch.sparse_csr`` tensor,
-        also from a worker, and a single row is a sparse tensor.
+        also from a worker, and a single row is a sparse tensor. `h5chunk.transforms.MixUp` and `CutMix` come last, and
+        mix whole batches; the label of a single sample then has a 1 for its class.
     as_dict : bool
         Whether samples and batches are dicts with an item per field, also those of a `ChunkLoader`. A field that has
         two tensors in a tuple is one item, a named tuple: ``values`` and ``lengths`` (`h5chunk.transforms.Pad`),

@@ -257,8 +257,9 @@ class Mixer:
         self.names = name, _labels_of(self.transform, name, fields)
         self.places = tuple(sum(counts[: names.index(each)]) for each in self.names)
         field = fields[name]
-        if counts[names.index(name)] > 1 or not hasattr(field, "sample_shape"):
-            raise OptionError(f"{self.transform} does not fit field {name!r}, whose samples have no common shape")
+        for each in self.names:
+            if counts[names.index(each)] > 1:
+                raise OptionError(f"{self.transform} cannot mix field {each!r}, of which a batch has two tensors")
         self._axis = channel_axis(field.sample_shape, field.axes) if isinstance(field, Field) else 0
         self._allocate = allocate
         self._kernel: MixKernel | None = None  # for batches on a GPU

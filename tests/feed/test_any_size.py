@@ -19,6 +19,7 @@ from h5chunk.plan.draws import Draws
 from h5chunk.transforms import (
     CenterCrop,
     ColorJitter,
+    MixUp,
     Normalize,
     RandomHorizontalFlip,
     RandomResizedCrop,
@@ -106,6 +107,17 @@ def test_colours_change_after_the_crop(kept, num_workers):
     for (images, numbers), (expected, others) in zip(changed, plain, strict=True):
         Jitter(jitter, (3, 16, 16), 0)(expected, Draws(3, 0, numbers.numpy()))
         assert torch.equal(numbers, others) and torch.equal(images, Normalize(0.5, 0.25)(expected))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_they_are_mixed(kept, num_workers):
+    dataset = h5chunk.ChunkDataset(kept, transforms=[*RANDOM, Normalize(0.5, 0.25), MixUp(num_classes=2)])
+    loader = DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, 8, seed=3), num_workers=num_workers)
+    plain = all_batches(kept, seed=3, transforms=[*RANDOM, Normalize(0.5, 0.25)])
+    for mixed, others, (before, labels) in zip(loader, all_batches(dataset, seed=3), plain, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(mixed, others, strict=True))
+        share = float(mixed[1][(labels != labels.roll(1)).nonzero()[0, 0], labels[(labels != labels.roll(1))][0]])
+        assert torch.allclose(mixed[0], before * share + before.roll(1, 0) * (1 - share), atol=1e-5)
 
 
 def test_result_is_that_of_pillow(photos, raw):

@@ -84,14 +84,14 @@ def test_any_reader(dataset, name, how):
 
 
 @pytest.mark.parametrize("name", LISTS)
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_torchs_loader(dataset, name, num_workers):
+@pytest.mark.parametrize(("num_workers", "as_dict"), [(0, False), (2, False), (0, True), (2, True)])
+def test_torchs_loader(path, dataset, name, num_workers, as_dict):
     """Functions of single samples come before."""
     transforms = [NORMALIZE, CHOICE] if name == "choice" else LISTS[name]  # a data set rounds to float32 first
     expected = epoch(ChunkLoader(dataset, 16, seed=5, transforms=transforms))
-    mixed = dataset.with_transforms(transforms)
-    found = epoch(DataLoader(mixed, batch_sampler=ChunkSampler(mixed, 16, seed=5), num_workers=num_workers))
-    assert_equal(found, expected)
+    mixed = ChunkDataset(path, fields=list(dataset.fields), as_dict=as_dict, transforms=transforms)
+    loader = DataLoader(mixed, batch_sampler=ChunkSampler(mixed, 16, seed=5), num_workers=num_workers)
+    assert_equal(epoch(map(dict.values, loader) if as_dict else loader), expected)
 
 
 def torchvisions(transform: MixUp | CutMix, height: int, width: int) -> tuple[float, ...]:
@@ -214,6 +214,19 @@ def test_your_own_order(dataset):
     mixed = dataset.with_transforms(LISTS["cutmix"])
     assert mixed[8][1].tolist() == its_label[0].tolist() and torch.equal(mixed[8][0], dataset[8][0])
     assert mixed[[]][1].shape == (0, CLASSES) and mixed[[8, 9]][1].shape == (2, CLASSES)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_strings_beside_them(tmp_path, num_workers):
+    names = np.array([f"n{number}" for number in range(N)], "S3")
+    fields = {"images": (values((N, 3, 9, 12), np.uint8), {}), "labels": (np.arange(N) % CLASSES, {})}
+    path = make_file(tmp_path / "b.h5", **fields, names=(names, {}))
+    mixed = ChunkDataset(
+        path, fields=["images", "names", "labels"], transforms=[CutMix(num_classes=7, labels="labels")]
+    )
+    for images, found, labels in DataLoader(mixed, batch_size=16, num_workers=num_workers):
+        assert images.dtype == torch.uint8 and len(images) == len(found) == len(labels)
+        assert all((soft[int(name[1:]) % CLASSES] > 0) for name, soft in zip(found, labels, strict=True))
 
 
 def test_functions_come_before(dataset):
