@@ -12,8 +12,9 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -64,6 +65,31 @@ class KeptThreads:
             limited = min(num_threads, self.limit or num_threads)
             self._pool, self._process = ThreadPoolExecutor(limited, self._name), os.getpid()
         return self._pool
+
+    def share(self, work: Callable[[int], object], parts: range, num_threads: int) -> None:
+        """Do ``work`` for each part, in this thread and up to ``num_threads`` - 1 others, and wait until all is done.
+
+        A thread takes the next part when it has done one, so that none waits for a slower one.
+        """
+        left = deque(partial(work, part) for part in parts)
+
+        def run() -> None:  # does not refer to the work, which would live until a thread has seen that it was cancelled
+            while True:
+                try:
+                    do = left.popleft()
+                except IndexError:
+                    return
+                do()
+
+        num_others = min(num_threads, len(parts)) - 1
+        others = [self.pool(num_threads).submit(run) for _ in range(num_others)]
+        try:
+            run()
+        finally:
+            begun = [other for other in others if not other.cancel()]
+            wait(begun)
+        for other in begun:
+            other.result()
 
     def close(self) -> None:
         """Stop the threads; the next use starts new ones."""

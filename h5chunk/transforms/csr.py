@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ NUM_CODES = 256
 MAX_INT32 = (1 << 31) - 1
 DENSE_BYTES = 4 << 20  # bytes of a batch that one thread makes dense; scripts/LOG.md
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-MapParts = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]
+Share = Callable[[Callable[[int], None], range], None]  # does work for each part of a range
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -290,10 +290,16 @@ def _take(array: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return array.view(_SAME_SIZE[array.itemsize])[positions].view(array.dtype)
 
 
-def scatter(out: torch.Tensor, entries: Entries, map_parts: MapParts = map) -> None:
+def alone(work: Callable[[int], None], parts: range) -> None:
+    """Do work for each part in the calling thread."""
+    for part in parts:
+        work(part)
+
+
+def scatter(out: torch.Tensor, entries: Entries, share: Share = alone) -> None:
     """Make rows dense: ``out``, (rows, columns), is zero except at the entries.
 
-    On the host this is done in parts of about `DENSE_BYTES`, which ``map_parts`` may run in several threads.
+    On the host this is done in parts of about `DENSE_BYTES`, which ``share`` may spread over several threads.
     """
     num_rows, num_columns = out.shape
     if out.device.type != "cpu":
@@ -313,11 +319,10 @@ def scatter(out: torch.Tensor, entries: Entries, map_parts: MapParts = map) -> N
         flat[np.repeat(np.arange(len(counts[part])) * num_columns, counts[part]) + columns[some]] = values[some]
 
     step = max(1, DENSE_BYTES // max(1, num_columns * out.itemsize))
-    for _ in map_parts(fill, range(0, num_rows, step)):
-        pass
+    share(fill, range(0, num_rows, step))
 
 
-def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_parts: MapParts = map) -> bool:
+def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, share: Share = alone) -> bool:
     """Do the same as `scatter` in native code, without the GIL; return whether that was possible."""
     if rule.steps or not rule.is_direct(rows, rule.dtype) or not native.available():
         return False
@@ -329,8 +334,7 @@ def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, map_part
         source.make_dense(numbers[part], dense[part])
 
     step = max(1, DENSE_BYTES // max(1, out.shape[1] * out.itemsize))
-    for _ in map_parts(fill, range(0, len(numbers), step)):
-        pass
+    share(fill, range(0, len(numbers), step))
     return True
 
 

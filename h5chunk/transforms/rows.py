@@ -7,7 +7,7 @@ A missing entry is a zero, and all transforms of values keep zeros. So they give
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,9 +29,10 @@ from h5chunk.transforms.csr import (
     CsrRows,
     DenseArithmetic,
     Entries,
-    MapParts,
     RowArithmetic,
+    Share,
     ValueRule,
+    alone,
     dense_values,
     entries_of,
     index_dtype,
@@ -212,17 +213,17 @@ class RowConverter(Converter):
             return dense_values(rows, self.rule)
         if not self.makes_csr:
             out = self._empty(len(rows), rows.starts.device)
-            self.make_dense(rows, out, self._map_parts() if out.device.type == "cpu" else map)
+            self.make_dense(rows, out, self._share if out.device.type == "cpu" else alone)
             return out
         entries = entries_of(rows, self.rule, self.num_columns, self._allocate)
         return make_csr(entries.starts, entries.columns, entries.values, (len(rows), self.num_columns))
 
-    def make_dense(self, rows: CsrRows, out: torch.Tensor, map_parts: MapParts = map) -> None:
-        """Fill ``out``, (rows, columns), with the converted rows; ``map_parts`` may use several threads."""
-        if out.device.type == "cpu" and scatter_natively(out, rows, self.rule, map_parts):
+    def make_dense(self, rows: CsrRows, out: torch.Tensor, share: Share = alone) -> None:
+        """Fill ``out``, (rows, columns), with the converted rows; ``share`` may use several threads."""
+        if out.device.type == "cpu" and scatter_natively(out, rows, self.rule, share):
             return
         if self._kernel is None or not self._kernel(rows, out):
-            scatter(out, entries_of(rows, self.rule, self.num_columns), map_parts)
+            scatter(out, entries_of(rows, self.rule, self.num_columns), share)
 
     def load(self, samples: CsrRows | torch.Tensor, draws: Draws) -> list[Loaded]:
         if isinstance(samples, torch.Tensor):
@@ -266,12 +267,11 @@ class RowConverter(Converter):
         both = self._empty(2 * num_rows, device)  # one allocation, because a `SingleBuffer` has memory for only one
         outs = both[:num_rows], both[num_rows:]
         for out, part in zip(outs, parts, strict=True):
-            scatter(out, part, self._map_parts())
+            scatter(out, part, self._share)
         return outs
 
-    def _map_parts(self) -> MapParts:
-        """Return the ``map`` of a pool of threads."""
-        return self.threads.pool(min(DENSE_THREADS, available_cores())).map
+    def _share(self, work: Callable[[int], None], parts: range) -> None:
+        self.threads.share(work, parts, min(DENSE_THREADS, available_cores()))
 
     def _empty(self, num_rows: int, device: torch.device) -> torch.Tensor:
         shape = (num_rows, self.num_columns)
