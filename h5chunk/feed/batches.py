@@ -22,14 +22,14 @@ from h5chunk.transforms.any_size import Pending
 from h5chunk.transforms.csr import CsrRows, SampleNumbers
 from h5chunk.transforms.images import ImagesByNumber
 from h5chunk.transforms.mixing import Mixer, seeds_of_batches
-from h5chunk.transforms.pairs import ByName, Packed, num_changed, num_tensors
+from h5chunk.transforms.pairs import Items, is_packed, num_changed, num_tensors
 from h5chunk.transforms.per_sample import PerSample, split_per_sample
 
 MORE_BYTES = 256 << 20  # of batches of data on a GPU that are made by one call; see scripts/LOG.md
 MAX_NAMED = 100  # bad samples that a report names
 ALL = 1 << 30  # more batches than any window has
 Part = Any  # one field of a batch: a tensor, a tuple of tensors, or a pending result of decoding
-Tensors = tuple[torch.Tensor, ...]  # one per field; two for a field whose entries are partly held out
+Tensors = tuple[torch.Tensor, ...]  # one per field, or two: see `h5chunk.transforms.pairs`
 
 
 class FieldPipeline:
@@ -175,8 +175,8 @@ class BatchMaker:
     """Makes the batches that the user gets, from the samples of a window.
 
     With ``keep``, samples that need no conversion may be returned without a copy. Otherwise they are copied, because
-    the next window overwrites their memory. Batches are tuples, or dicts if ``by_name`` makes these. With a ``mixer``,
-    the tensors of a batch are followed by its seeds until `finish` mixes it.
+    the next window overwrites their memory. ``items`` makes batches of their tensors. With a ``mixer``, the tensors of
+    a batch are followed by its seeds until `finish` mixes it.
     """
 
     def __init__(
@@ -185,11 +185,11 @@ class BatchMaker:
         *,
         keep: bool,
         device: torch.device | None = None,
-        by_name: ByName | None = None,
+        items: Items | None = None,
         mixer: Mixer | None = None,
     ) -> None:
-        self._pipelines, self._keep, self._device, self._by_name = pipelines, keep, device, by_name
-        self._mixer = mixer
+        self._pipelines, self._keep, self._device, self._mixer = pipelines, keep, device, mixer
+        self._items = None if items is None or items.are_tensors else items
         self.ahead = max(pipeline.ahead for pipeline in pipelines)
         for pipeline in pipelines if self.ahead else ():
             pipeline.reuses = False  # several batches exist at the same time
@@ -202,7 +202,7 @@ class BatchMaker:
         unchanged = (own.changes_nothing and not own.kind.is_gathered for own in pipelines)
         self.passes_columns = mixer is None and all(unchanged)  # whether gathered samples are batches as they are
         self.passes_windows = keep and self.passes_columns  # whether a batch may be the window itself
-        self._packs = pipelines[0].converter.pair is Packed
+        self._packs = is_packed(pipelines[0].converter.pair)
         holds_out = any(pipeline.converter.pair is not None for pipeline in pipelines)
         self._joined: Callable[[Iterable[Part]], Tensors] = _flat if holds_out else tuple
 
@@ -278,7 +278,7 @@ class BatchMaker:
         return min(own.num_together(batch_size, keep=False, group=MORE_BYTES) for own in self._pipelines)
 
     def finish(self, batch: Tensors) -> Any:
-        """Move a batch to its device, apply the transforms that are not part of the conversion, and name its fields."""
+        """Move a batch to its device, apply the transforms that are not part of the conversion, and make its items."""
         seeds: Any = None
         if self._mixer is not None:
             *tensors, seeds = batch
@@ -289,14 +289,14 @@ class BatchMaker:
             batch = self._transformed(batch)
         if self._mixer is not None:
             batch = self._mixer(batch, seeds)
-        return batch if self._by_name is None else self._by_name(batch)
+        return batch if self._items is None else self._items(batch)
 
     def finish_collated(self, batch: Tensors) -> Any:
         """Do the same to a batch that a data set has converted on its device and, without functions, also mixed."""
         if self.finishes:
             batch = self._transformed(batch)
             batch = batch if self._mixer is None else self._mixer(batch)
-        return batch if self._by_name is None else self._by_name(batch)
+        return batch if self._items is None else self._items(batch)
 
     def release(self) -> None:
         """Stop the threads, and free the memory that is kept for later batches."""

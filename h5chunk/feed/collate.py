@@ -24,7 +24,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from h5chunk.errors import FieldError, OptionError
 from h5chunk.feed.memory import SharedFields
 from h5chunk.plan.draws import Draws
-from h5chunk.transforms.pairs import ByName
+from h5chunk.transforms.pairs import Items
 
 
 class Sample(tuple[Any, ...]):
@@ -37,32 +37,48 @@ class NamedSample(dict[str, Any]):
     """The same as a dict."""
 
 
-class SharedDict(dict[str, Any]):
-    """A batch as a dict, in memory that a worker shares. Another process receives a plain dict, without a copy."""
+class SharedTuple(tuple[Any, ...]):
+    """A batch as a tuple, in memory that a worker shares. Another process receives a plain tuple, without a copy."""
 
-    def __init__(self, by_name: ByName, fields: SharedFields) -> None:
-        self._made = by_name(fields)
+    _parts: tuple[Items, SharedFields]
+
+    def __new__(cls, items: Items, fields: SharedFields) -> SharedTuple:
+        self = super().__new__(cls, items(fields))
+        self._parts = items, fields
+        return self
+
+    def __reduce__(self) -> Any:
+        items, fields = self._parts
+        return items, (fields,)
+
+
+class SharedDict(dict[str, Any]):
+    """The same as a dict."""
+
+    def __init__(self, items: Items, fields: SharedFields) -> None:
+        self._made = items(fields)
         super().__init__(self._made)
-        self._by_name, self._fields = by_name, fields
+        self._items, self._fields = items, fields
 
     def __reduce__(self) -> Any:
         # the worker's own collate_fn may have changed the dict
         is_same = len(self) == len(self._made) and all(self.get(name) is item for name, item in self._made.items())
-        return (self._by_name, (self._fields,)) if is_same else (dict, (dict(self),))
+        return (self._items, (self._fields,)) if is_same else (dict, (dict(self),))
 
 
 class Batch(list[Any]):
     """A batch as a list of samples. It is stored by field: (batch_size, ...) tensors, or lists of str.
 
-    ``packed`` has the indices of the fields that `Pack` made, in which samples are concatenated; each next field has
+    ``packed`` has the indices of the tensors that `Pack` made, in which samples are concatenated; each next tensor has
     their offsets.
 
     A ``collate_fn`` may use it as any list. The samples are made when they are first needed, because most batches are
-    collated without them. ``fields`` is None once the list has been changed. Samples and the collated batch are dicts
-    if there is ``by_name``, and otherwise tuples. ``draws`` are the random numbers of its samples.
+    collated without them. ``fields`` is None once the list has been changed. ``makes_items`` makes the samples and the
+    collated batch of the tensors of the fields; without it, they are tuples of these. ``draws`` are the random numbers
+    of its samples.
     """
 
-    by_name: ByName | None = None
+    makes_items: Items | None = None
     draws: Draws | None = None
 
     def __init__(
@@ -89,7 +105,10 @@ class Batch(list[Any]):
 
     def _sample(self, number: int) -> Sample | NamedSample:
         values = self._values(number)
-        return Sample(values) if self.by_name is None else NamedSample(self.by_name.of_samples(values))
+        if self.makes_items is None or self.makes_items.are_tensors:
+            return Sample(values)
+        made = self.makes_items.sample(values)
+        return NamedSample(made) if self.makes_items.as_dict else Sample(made)
 
     def _values(self, number: int) -> Iterator[Any]:
         for at, field in enumerate(self.fields):
@@ -117,10 +136,11 @@ class Batch(list[Any]):
     @property
     def collated(self) -> Any:
         """The fields as a tuple or a dict; None once the list has been changed."""
-        if self.fields is None or self.by_name is None:
+        if self.fields is None or self.makes_items is None or self.makes_items.are_tensors:
             return self.fields
-        is_shared = isinstance(self.fields, SharedFields)
-        return SharedDict(self.by_name, self.fields) if is_shared else self.by_name(self.fields)
+        if not isinstance(self.fields, SharedFields):
+            return self.makes_items(self.fields)
+        return (SharedDict if self.makes_items.as_dict else SharedTuple)(self.makes_items, self.fields)
 
     def stacked(self) -> Batch:
         """Return the batch with the separately decoded images of each field stacked into one tensor.
@@ -220,6 +240,7 @@ _register_dict(NamedSample)
 _register_dict(SharedDict)
 _register(Sample, tuple)
 _register(SharedFields, tuple)
+_register(SharedTuple, tuple)
 _register(Batch, list)
 
 

@@ -8,6 +8,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from textwrap import shorten
 from typing import Any
@@ -62,6 +63,7 @@ from h5chunk.store.read.source import Computed, Source
 from h5chunk.store.read.tables import decoded
 from h5chunk.transforms import Transforms
 from h5chunk.transforms.mixing import seeds_of_batches
+from h5chunk.transforms.pairs import Items
 
 OTHER_TRANSFORMS = (
     'assign dataset.transforms = {"labels": function} to transform the field labels, for example; for a function of '
@@ -104,8 +106,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         For a field whose samples differ in length, and are stored one after another along the first axis: a dataset
         with the offsets of the samples, (n + 1,), from 0 to the number of rows, or with their lengths, (n,). An example
         is ``offsets={"tokens": "starts"}``; with ``{"tokens": "starts", "tags": "starts"}``, two fields have the same
-        offsets. Batches have two tensors for each such field: see `h5chunk.transforms.Pad` (the default) and
-        `h5chunk.transforms.Pack`.
+        offsets. A batch has the values and lengths of each such field as one item, a named tuple: see
+        `h5chunk.transforms.Pad` (the default), `h5chunk.transforms.Pack` and `h5chunk.transforms.Nested`.
     sample_axis : int or mapping of str to int, optional
         The axis along which samples are, of all datasets in ``fields``, or by field name. The default is 0, the first
         one. Files of MATLAB often need -1, the last axis: sample i of a dataset of shape (C, H, W, N) then has the
@@ -142,10 +144,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         also from a worker, and a single row is a sparse tensor. `h5chunk.transforms.MixUp` and `CutMix` come last, and
         mix whole batches; the label of a single sample then has a 1 for its class.
     as_dict : bool
-        Whether samples and batches are dicts with an item per field, also those of a `ChunkLoader`. A field that has
-        two tensors in a tuple is one item, a named tuple: ``values`` and ``lengths`` (`h5chunk.transforms.Pad`),
-        ``values`` and ``offsets`` (`h5chunk.transforms.Pack`), or ``inputs`` and ``targets``
-        (`h5chunk.transforms.HoldOut`).
+        Whether samples and batches are dicts with an item per field, in place of tuples, also those of a
+        `ChunkLoader`.
     on_error : {"raise", "skip"}
         What happens if a sample of a batch cannot be read, because its chunk is damaged or does not have its checksum,
         its image cannot be decoded, or an object cannot be fetched after all repetitions. "skip": another sample of
@@ -665,7 +665,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         if transforms.has_each and (transforms.mixer is None or not len(batch)):
             return [self._transformed(sample) for sample in batch] or self._no_samples()
         stacked = batch.stacked() if transforms.mixer is None else self._mixed(batch, shared=shared)
-        stacked.by_name = transforms.by_name if self.as_dict else None
+        stacked.makes_items = self._items
         return stacked
 
     def _mixed(self, batch: Batch, *, shared: bool) -> Batch:
@@ -678,12 +678,16 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         mixed = transforms.mixer(fields, next(seeds_of_batches(whole.draws, [len(whole)])))
         return Batch(self._sample_reader.share(mixed) if shared else mixed, len(whole), whole.packed)
 
+    @property
+    def _items(self) -> Items:
+        return replace(self._transforms.items, as_dict=self.as_dict)
+
     def _transformed(self, sample: tuple[Any, ...]) -> Any:
         """Apply the transforms of single samples, and return a tuple or a dict."""
         values = self._transforms.apply_to_sample(sample)
         if self._transforms.mixer is not None:
             values = self._transforms.mixer.of_sample(values)
-        return self._transforms.by_name.of_samples(values) if self.as_dict else values
+        return self._items.sample(values)
 
     def _no_samples(self) -> list[Any]:
         """Return an empty batch with the shapes of a transformed sample."""

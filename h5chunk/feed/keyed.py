@@ -49,9 +49,9 @@ class Keyed(ChunkDataset):
     ``h5chunk convert FILE OUTPUT --samples 'traces/*/data'`` copies them into one dataset instead, which is read even
     faster, especially from hard disks.
 
-    If samples differ in length (only along their first axis), a batch has two tensors for the field: see
-    `h5chunk.transforms.Pad` (the default) and `h5chunk.transforms.Pack`. ``dataset[i]`` then also has two tensors for
-    the field: the sample, and its length.
+    If samples differ in length (only along their first axis), the field's item in a batch is a named tuple of values
+    and lengths, or offsets: see `h5chunk.transforms.Pad` (the default), `h5chunk.transforms.Pack` and
+    `h5chunk.transforms.Nested`. In ``dataset[i]`` it is the values, without padding, and their length.
 
     Parameters
     ----------

@@ -35,7 +35,7 @@ from h5chunk.plan.slots import check_echo, num_echoed
 from h5chunk.store.read.files import Paths
 from h5chunk.transforms import ToDtype, Transforms, transforms_by_field
 from h5chunk.transforms.mixing import Mixer, split_mixing
-from h5chunk.transforms.pairs import ByName, num_tensors
+from h5chunk.transforms.pairs import Items, num_tensors
 from h5chunk.transforms.ragged import Pack, packs
 
 # arguments of a DataLoader that a ChunkLoader does not have
@@ -85,8 +85,9 @@ class ChunkLoader(Resumable):
     epoch early: threads and memory are kept until `close`. Use the loader in only one thread. The order is that of a
     `ChunkSampler` with the same arguments, unless data is echoed, or ``memory_bytes`` makes windows smaller.
 
-    A batch is a tuple of the fields, or a dict (``as_dict``). Strings raise FieldError: for these, use a DataLoader. To
-    learn which samples a batch contains, add the field ``sample_number``::
+    A batch is a tuple with an item for each field, or a dict (``as_dict``): a tensor or, for samples that differ in
+    length, values with lengths or offsets (`h5chunk.transforms.Pad`, `Pack`, `Nested`). Strings raise FieldError: for
+    these, use a DataLoader. To learn which samples a batch contains, add the field ``sample_number``::
 
         dataset = h5chunk.ChunkDataset("photos.h5", fields=["images", "labels", "sample_number"])
         for images, labels, numbers in h5chunk.ChunkLoader(dataset, 256):
@@ -297,13 +298,13 @@ class ChunkLoader(Resumable):
         self._template = order if self._plan is None else self._plan.order
         # echoed batches must not change if the caller changes a batch in place
         keep = self.is_resident or (self._source.device.type == "cpu" and echo == 1 and not self._source.has_frames)
-        by_name = ByName({name: own.converter.pair for name, own in zip(dataset.fields, self._pipelines, strict=True)})
-        self._by_name = by_name if dataset.as_dict else None
+        kinds = {name: own.converter.pair for name, own in zip(dataset.fields, self._pipelines, strict=True)}
+        self._items = Items(kinds, dataset.as_dict)
         moved_to = None if target == self._source.device else target
         counts = [num_tensors(converter.pair) for converter in converters]
         memory = SingleBuffer() if reuse else BatchMemory()
         self._mixer = None if mixing is None else Mixer(mixing, fields, counts, memory.empty)
-        self._maker = BatchMaker(self._pipelines, keep=keep, device=moved_to, by_name=self._by_name, mixer=self._mixer)
+        self._maker = BatchMaker(self._pipelines, keep=keep, device=moved_to, items=self._items, mixer=self._mixer)
         self.report = EpochReport()
         self._feed: WindowStream | Resident | None = None
         self._iterated: WindowStream | Resident | None = None
@@ -357,8 +358,7 @@ class ChunkLoader(Resumable):
     def collate_fn(self, samples: Any) -> Any:
         """Make a batch of this loader from samples of its `dataset`, on its device."""
         batch = collate(samples)
-        tensors = batch if self._by_name is None else self._by_name.tensors(batch)
-        return self._maker.finish_collated(tuple(each.to(self._device) for each in tensors))
+        return self._maker.finish_collated(tuple(each.to(self._device) for each in self._items.tensors(batch)))
 
     @property
     def batch_size(self) -> int | None:

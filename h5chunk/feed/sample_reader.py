@@ -56,7 +56,7 @@ from h5chunk.transforms.csr import CsrRows, fresh, make_csr
 from h5chunk.transforms.hold_out import as_array
 from h5chunk.transforms.images import convert
 from h5chunk.transforms.mixing import Mixer, split_mixing
-from h5chunk.transforms.pairs import ByName, Packed, Pair, num_tensors
+from h5chunk.transforms.pairs import Items, Kind, is_packed, num_tensors
 
 SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, with small rows, are kept in memory
 
@@ -67,7 +67,7 @@ class SampleTransforms:
     """The transforms of a data set, separated into transforms of batches and transforms of single samples.
 
     ``converters`` convert batches: the rows of a matrix, samples of different lengths, and images that are augmented.
-    ``by_name`` makes dicts of the tensors of a batch. The ``mixer``, if any, mixes finished batches.
+    ``items`` makes batches of tensors. The ``mixer``, if any, mixes finished batches.
     """
 
     def __init__(self, transforms: Transforms | None, fields: Mapping[str, Field | RaggedField]) -> None:
@@ -75,13 +75,13 @@ class SampleTransforms:
         by_field, mixing = split_mixing(transforms_by_field(transforms, fields))
         self.converters: dict[str, Converter] = {}
         self._each: list[Sequence[Callable[[Any], Any]]] = []  # of each value of a sample
-        kinds: dict[str, type[Pair] | None] = {}
+        kinds: dict[str, Kind | None] = {}
         for name, field in fields.items():
             others = self._compile(by_field[name], field)
             converter = self.converters.get(name)
             kinds[name] = None if converter is None else converter.pair
             self._each += [others] * num_tensors(kinds[name])
-        self.by_name = ByName(kinds)
+        self.items = Items(kinds)
         self.has_each = any(self._each)
         self.mixer = None if mixing is None else Mixer(mixing, fields, list(map(num_tensors, kinds.values())))
         self._draws = mixing is not None or any(each.is_random for each in self.converters.values())
@@ -110,7 +110,7 @@ class SampleTransforms:
 
     def packs(self, name: str | None) -> bool:
         """Return whether the samples of a field that differ in length are concatenated."""
-        return getattr(self.converters.get(name or ""), "pair", None) is Packed
+        return is_packed(self.items.kinds.get(name or ""))
 
     def draws(self, indices: Any, rows: np.ndarray) -> Draws:
         """Return the random draws for samples. Without a sampler, seed and epoch come from torch, anew at each read."""
@@ -184,7 +184,7 @@ class SampleReader:
         packed: list[int] = []
         for name in names:
             convert = self._converters.get(name)
-            packed += [len(found)] if convert is not None and convert.pair is Packed else []
+            packed += [len(found)] if convert is not None and is_packed(convert.pair) else []
             found += self._load(name, draws, numbered.get(name), ordered)
         numbers = [each for each in found if isinstance(each, Loaded)]
         shapes = [shape for each in numbers for shape in each.shapes]

@@ -65,7 +65,7 @@ from h5chunk.transforms.images import AugmentConverter, ImageConverter, channel_
 from h5chunk.transforms.mixing import MIXING, CutMix, MixUp, RandomChoice
 from h5chunk.transforms.normalize import Normalize, ToDtype
 from h5chunk.transforms.per_sample import NO_NUMBERS, per_sample
-from h5chunk.transforms.ragged import LENGTH_TRANSFORMS, Pack, Pad, RaggedConverter
+from h5chunk.transforms.ragged import LENGTH_TRANSFORMS, Nested, Pack, Pad, RaggedConverter
 from h5chunk.transforms.rows import L2, ROW_TRANSFORMS, Allocate, Binarize, Csr, Dense, Log1p, RowConverter
 
 __all__ = [
@@ -81,6 +81,7 @@ __all__ = [
     "HoldOut",
     "Log1p",
     "MixUp",
+    "Nested",
     "Normalize",
     "Pack",
     "Pad",

@@ -13,9 +13,9 @@ from h5chunk.plan.draws import Draws
 from h5chunk.store.read.source import Source
 from h5chunk.transforms.compiled import Compiling
 from h5chunk.transforms.hold_out import as_array
-from h5chunk.transforms.pairs import Pair
+from h5chunk.transforms.pairs import Kind
 
-Converted = torch.Tensor | tuple[torch.Tensor, ...]  # a batch of a field: one tensor, or the two of a `Pair`
+Converted = torch.Tensor | tuple[torch.Tensor, ...]  # a batch of a field: one tensor, or the two of a `Kind`
 
 
 class Loaded(NamedTuple):
@@ -55,7 +55,7 @@ class Converter:
         Bytes of a converted sample, on average.
     together_bytes : int
         Bytes of batches that should be converted by one call.
-    pair : type of Pair, optional
+    pair : Kind, optional
         The type of the two tensors of a batch; None for one tensor.
     changes_nothing : bool
         Whether batches contain the samples exactly as stored.
@@ -76,7 +76,7 @@ class Converter:
     dtype: torch.dtype
     sample_bytes: int
     together_bytes = 64 << 20  # because launching a kernel for a small batch costs more than running it
-    pair: type[Pair] | None = None
+    pair: Kind | None = None
     changes_nothing = False
     is_random = False
     is_uncut = False

@@ -18,15 +18,14 @@ ROUNDING = 1e-9  # added before rounding down, because 0.29 * 100 is 28.99999999
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Split each row's entries into inputs and targets, both of which a batch then has in place of the rows.
+    """Split each row's entries into inputs and targets, which a batch then has in place of the rows, as a named tuple.
 
     ::
 
-        for inputs, targets in ChunkLoader(dataset, 500, transforms=[Binarize(4), HoldOut(0.2)]):
-            ...
+        for (rows,) in ChunkLoader(dataset, 500, transforms=[Binarize(4), HoldOut(0.2)]):
+            loss = criterion(model(rows.inputs), rows.targets)
 
-    Both have the same shape, and the entries of one are zeros in the other. In a dict (``as_dict``), they are one item
-    of the field's name, a named tuple: ``batch["X"].inputs`` and ``batch["X"].targets``. Transforms of values before
+    Both have the same shape, and the entries of one are zeros in the other. Transforms of values before
     `HoldOut`, such as `Binarize`, are computed on the whole row, and entries that become zero do not count; transforms
     after it are applied to both inputs and targets. The held-out entries depend only on the seed and on the columns of
     the row: they are the same for any reader, batch size, order, device and number of ranks, and in a copy of the file.

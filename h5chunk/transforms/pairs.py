@@ -1,22 +1,22 @@
-"""Batches as dicts, with one item for each field: a tensor, or a pair of tensors."""
+"""Batches as tuples or dicts, with one item for each field: a tensor, or what is made of two tensors."""
 
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
+
+import torch
 
 
 class Pair(tuple[Any, ...]):
     """Base class of the named tuples of the two tensors that a batch may have of a field.
 
     They are made of two tensors, or of one iterable, as transformers' Trainer makes a tuple again on its device.
-    Functions after the conversion get the first ``num_changed`` tensors.
     """
 
     __slots__ = ()
-    num_changed: ClassVar = 1
 
     def __new__(cls, *tensors: Any) -> Pair:
         return super().__new__(cls, *(tensors if len(tensors) > 1 else tensors[0]))
@@ -38,39 +38,86 @@ class HeldOut(Pair, namedtuple("HeldOut", ("inputs", "targets"))):
     """Rows of a matrix, of which some entries are held out: the other entries, and these."""
 
     __slots__ = ()
-    num_changed = 2
 
 
-def num_tensors(kind: type[Pair] | None) -> int:
-    """Return the number of tensors that a batch has of a field."""
+@dataclass(frozen=True)
+class Kind:
+    """How an item is made of the two tensors of a field, in a batch and in a single sample, and split into them again.
+
+    A single sample of different length has a length as its second tensor. Functions after the conversion get the first
+    ``num_changed`` tensors. If ``packs``, samples are concatenated in the first, and the second has their offsets.
+    """
+
+    of_batch: Callable[[Any, Any], Any]
+    of_sample: Callable[[Any, Any], Any]
+    split: Callable[[Any], Iterable[torch.Tensor]] = iter
+    num_changed: int = 1
+    packs: bool = False
+
+
+def _nested(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+def _first(values: torch.Tensor, _length: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+def _parts(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return nested.values(), nested.offsets()
+
+
+PADDED, PACKED = Kind(Padded, Padded), Kind(Packed, Padded, packs=True)
+NESTED = Kind(_nested, _first, _parts, packs=True)
+HELD_OUT = Kind(HeldOut, HeldOut, num_changed=2)
+
+
+def num_tensors(kind: Kind | None) -> int:
+    """Return the number of tensors of which an item is made."""
     return 1 if kind is None else 2
 
 
-def num_changed(kind: type[Pair] | None) -> int:
+def num_changed(kind: Kind | None) -> int:
     """Return the number of tensors of a field that functions change after the conversion."""
     return 1 if kind is None else kind.num_changed
 
 
-@dataclass(frozen=True)
-class ByName:
-    """Makes a batch, or a sample, a dict with an item per field, and takes the tensors out of such a dict again.
+def is_packed(kind: Kind | None) -> bool:
+    """Return whether samples that differ in length are concatenated."""
+    return kind is not None and kind.packs
 
-    ``kinds`` has the type of pair of each field by name, in order; None for a field of one tensor.
+
+@dataclass(frozen=True)
+class Items:
+    """Makes a batch, or a sample, of the tensors of its fields, and takes the tensors out of it again.
+
+    A batch is a tuple, or a dict if ``as_dict``, with one item for each field. ``kinds`` has the kind of item of each
+    field by name, in order; None for an item that is a tensor.
     """
 
-    kinds: Mapping[str, type[Pair] | None]
-
-    def __call__(self, tensors: Iterable[Any]) -> dict[str, Any]:
-        """Return the items by field. ``tensors`` are in the order of the fields."""
-        left = iter(tensors)
-        return {name: next(left) if kind is None else kind(next(left), next(left)) for name, kind in self.kinds.items()}
-
-    def tensors(self, items: Mapping[str, Any]) -> Iterator[Any]:
-        """Yield the tensors of all items, in the order of the fields."""
-        for name, kind in self.kinds.items():
-            yield from [items[name]] if kind is None else items[name]
+    kinds: Mapping[str, Kind | None]
+    as_dict: bool = False
 
     @property
-    def of_samples(self) -> ByName:
-        """The same for single samples, which have a length, but no offsets."""
-        return ByName({name: Padded if kind is Packed else kind for name, kind in self.kinds.items()})
+    def are_tensors(self) -> bool:
+        """Whether a tuple of the tensors already is the batch."""
+        return not self.as_dict and not any(self.kinds.values())
+
+    def __call__(self, tensors: Iterable[Any]) -> Any:
+        """Return a batch. ``tensors`` are in the order of the fields."""
+        return self._made(tensors, (None if kind is None else kind.of_batch for kind in self.kinds.values()))
+
+    def sample(self, tensors: Iterable[Any]) -> Any:
+        """Return a single sample."""
+        return self._made(tensors, (None if kind is None else kind.of_sample for kind in self.kinds.values()))
+
+    def _made(self, tensors: Iterable[Any], makers: Iterable[Callable[[Any, Any], Any] | None]) -> Any:
+        left = iter(tensors)
+        items = (next(left) if make is None else make(next(left), next(left)) for make in makers)
+        return dict(zip(self.kinds, items, strict=True)) if self.as_dict else tuple(items)
+
+    def tensors(self, batch: Any) -> Iterator[torch.Tensor]:
+        """Yield the tensors of a batch, in the order of the fields."""
+        for number, (name, kind) in enumerate(self.kinds.items()):
+            item = batch[name if self.as_dict else number]
+            yield from [item] if kind is None else kind.split(item)

@@ -16,7 +16,7 @@ from h5chunk.store.read.ragged import SeriesField
 from h5chunk.transforms.converter import Converter
 from h5chunk.transforms.csr import _SAME_SIZE, Allocate, CsrRows
 from h5chunk.transforms.hold_out import as_array
-from h5chunk.transforms.pairs import Packed, Padded
+from h5chunk.transforms.pairs import NESTED, PACKED, PADDED, Kind, is_packed
 
 
 class _Lengths:
@@ -28,10 +28,15 @@ class _Lengths:
 
 @dataclass(frozen=True)
 class Pad(_Lengths):
-    """Return samples that differ in length as two tensors: padded to the longest of the batch, and their lengths.
+    """Return samples that differ in length padded to the longest of the batch, and their lengths.
 
-    The first is (batch_size, longest, ...), the second (batch_size,) int64. Functions that follow get only the first.
-    In a dict (``as_dict``), they are one item, a named tuple: ``batch["tokens"].values``, ``batch["tokens"].lengths``.
+    A batch has them as one item, a named tuple of ``values``, (batch_size, longest, ...), and ``lengths``,
+    (batch_size,) int64::
+
+        for tokens, labels in ChunkLoader(dataset, 64):
+            mask = torch.arange(tokens.values.shape[1]) < tokens.lengths[:, None]
+
+    Functions that follow get only the values.
 
     Parameters
     ----------
@@ -44,32 +49,41 @@ class Pad(_Lengths):
 
 @dataclass(frozen=True)
 class Pack(_Lengths):
-    """Return samples that differ in length as two tensors: all samples concatenated, and their offsets.
+    """Return samples that differ in length concatenated, and their offsets.
 
-    The first is (total, ...), the second (batch_size + 1,) int64, from 0 to the total, as expected by
-    ``torch.nested.nested_tensor_from_jagged(values, offsets)``, and as the ``cu_seqlens`` of attention kernels.
-    Functions that follow get only the first. In a dict (``as_dict``), they are one item, a named tuple of ``values``
-    and ``offsets``; a single sample has ``values`` and ``lengths``.
+    A batch has them as one item, a named tuple of ``values``, (total, ...), and ``offsets``, (batch_size + 1,) int64,
+    from 0 to the total, like the ``cu_seqlens`` of attention kernels. Functions that follow get only the values. A
+    single sample has ``values`` and ``lengths``.
     """
 
 
-LENGTH_TRANSFORMS = (Pad, Pack)
+@dataclass(frozen=True)
+class Nested(_Lengths):
+    """Return samples that differ in length as one nested tensor of torch, with the layout ``torch.jagged``.
+
+    Its shape is (batch_size, j, ...), where j differs between samples, and its values and offsets are those of `Pack`.
+    Functions that follow get the values, (total, ...). A single sample is a plain tensor.
+    """
+
+
+KINDS: dict[type, Kind] = {Pad: PADDED, Pack: PACKED, Nested: NESTED}
+LENGTH_TRANSFORMS = (Pad, Pack, Nested)
 
 
 def packs(transforms: Sequence[Any]) -> bool:
-    """Return whether the transforms of a field contain `Pack`."""
-    return any(isinstance(each, Pack) for each in transforms)
+    """Return whether the transforms of a field concatenate samples that differ in length."""
+    return any(isinstance(each, (Pack, Nested)) for each in transforms)
 
 
 class RaggedConverter(Converter):
     """Makes the batches of a field whose samples differ in length. ``allocate`` returns host memory for them."""
 
     is_uncut = True
-    whole_by = "Pad or Pack"
+    whole_by = "Pad, Pack or Nested"
 
     def __init__(self, transforms: Sequence[Any], field: SeriesField, allocate: Allocate) -> None:
         self._form = transforms[0] if transforms else Pad()
-        self.pair = Packed if isinstance(self._form, Pack) else Padded
+        self.pair = KINDS[type(self._form)]
         bits = field.dtype.names  # of a type that NumPy lacks
         self.dtype = getattr(torch, bits[0]) if bits else torch.from_numpy(np.empty(0, field.dtype)).dtype
         self._step, self._allocate = field.step_shape, allocate
@@ -82,7 +96,7 @@ class RaggedConverter(Converter):
         """Return values, and lengths or offsets, on the device of the rows."""
         rows, counts = samples, samples.host_counts
         lengths = torch.from_numpy(counts // self._step_items)
-        if self.pair is Packed:
+        if is_packed(self.pair):
             offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
             torch.cumsum(lengths, 0, out=offsets[1:])
             return self._packed(rows, counts, keep).view(-1, *self._step), offsets.to(rows.starts.device)

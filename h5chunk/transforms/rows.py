@@ -41,7 +41,7 @@ from h5chunk.transforms.csr import (
     scatter_natively,
 )
 from h5chunk.transforms.hold_out import HoldOut
-from h5chunk.transforms.pairs import HeldOut, num_tensors
+from h5chunk.transforms.pairs import HELD_OUT, num_tensors
 
 DENSE_THREADS = 4  # threads that make batches dense on the host
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -177,7 +177,7 @@ class RowConverter(Converter):
         self.dtype, self._field, self._allocate = layout.dtype, field, allocate
         self.makes_csr = isinstance(layout, Csr)
         self.hold_out = next((transform for transform in transforms if isinstance(transform, HoldOut)), None)
-        self.pair = None if self.hold_out is None else HeldOut
+        self.pair = None if self.hold_out is None else HELD_OUT
         self.is_random = self.hold_out is not None and self.hold_out.each_epoch
         self.is_uncut = self.makes_csr or self.hold_out is not None
         self.whole_by = "Csr" if self.makes_csr else ""

@@ -24,6 +24,7 @@ from kinds import KINDS, Kind, Sample
 from support.faults import unreadable
 from support.flipped_bits import flip, places
 from support.object_server import object_server
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import h5chunk
@@ -83,13 +84,11 @@ class Made:
 
 def rows(dataset: Any, batch: Sequence[Any], sizes: Sequence[str]) -> list[Sample]:
     """The samples of a batch, each field without its padding."""
-    fields, columns = iter(batch), []
-    for name in dataset.fields:
-        column = next(fields)
+    columns = []
+    for name, column in zip(dataset.fields, batch, strict=True):
         if name in sizes:
-            column = [own[:length] for own, length in zip(column, next(fields).tolist(), strict=True)]
+            column = [own[:length] for own, length in zip(column.values, column.lengths.tolist(), strict=True)]
         columns.append(column)
-    assert not list(fields)
     return [tuple(map(plain, sample)) for sample in zip(*columns, strict=True)]
 
 
@@ -173,11 +172,18 @@ def kept(batches: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [tuple(copy.deepcopy(field) for field in batch) for batch in batches]
 
 
+def as_batch(item: Any) -> Any:
+    """An item of a sample as that of a batch of one sample."""
+    if isinstance(item, tuple):
+        return type(item)(*map(as_batch, item))
+    return [item] if isinstance(item, str) else torch.as_tensor(item)[None]
+
+
 @feature
 def test_one_sample(made: Made) -> None:
     dataset = made.open()
     for number in (0, 5, len(dataset) - 1, -1, -len(dataset), np.int32(3), torch.tensor(2)):
-        found = [[field] if isinstance(field, str) else torch.as_tensor(field)[None] for field in dataset[number]]
+        found = [as_batch(item) for item in dataset[number]]
         made.check(dataset, found, [int(number) % len(dataset)])
     for number in (len(dataset), -len(dataset) - 1):
         with pytest.raises(IndexError, match="out of range"):
@@ -275,7 +281,7 @@ def test_direct(made: Made) -> None:
 def test_one_order(made: Made) -> None:
     def epoch(**options: Any) -> list[Any]:
         with h5chunk.ChunkLoader(made.open(), BATCH, **options) as loader:
-            return [plain(field).tobytes() for batch in kept(loader) for field in batch]
+            return [plain(tensor).tobytes() for batch in kept(loader) for tensor in tree_leaves(batch)]
 
     assert epoch(seed=2) == epoch(seed=2, num_threads=1) != epoch(seed=3)
     assert epoch(shuffle=False) == epoch(shuffle=False, seed=3)
@@ -470,14 +476,9 @@ def test_checksums(made: Made, tmp_path: Path) -> None:
             list(loader)
 
 
-def tensors(named: dict[str, Any]) -> list[Any]:
-    """The tensors of a batch or a sample that is a dict, in the order of its tuple."""
-    assert type(named) is dict
-    return [each for item in named.values() for each in (item if isinstance(item, tuple) else [item])]
-
-
 def alike(named: dict[str, Any], plainly: Sequence[Any]) -> None:
-    for own, other in zip(tensors(named), plainly, strict=True):
+    assert type(named) is dict and [*map(type, named.values())] == [*map(type, plainly)]
+    for own, other in zip(tree_leaves([*named.values()]), tree_leaves([*plainly]), strict=True):
         assert type(own) is type(other)
         if isinstance(own, torch.Tensor):
             torch.testing.assert_close(own, other, rtol=0, atol=0, equal_nan=True)
@@ -489,7 +490,7 @@ def alike(named: dict[str, Any], plainly: Sequence[Any]) -> None:
 def test_as_dict(made: Made) -> None:
     dataset, named = made.open(numbered=True), made.open(numbered=True, as_dict=True)
     sample = named[3]
-    assert (*sample,) == dataset.fields and len(tensors(sample)) == len(dataset[3])
+    assert (*sample,) == dataset.fields and len(sample) == len(dataset[3])
     if not dataset.epoch_samples:
         alike(sample, dataset[3])
         alike(named[[3, 1]], dataset[[3, 1]])
@@ -525,7 +526,9 @@ def test_batch_transform(made: Made) -> None:
     transforms = [*made.kind.transforms, reversed_batch]
     with h5chunk.ChunkLoader(dataset.with_transforms(None), BATCH, transforms=transforms) as loader:
         for batch, numbers in zip(loader, batches_of(dataset), strict=True):
-            made.check(dataset, (batch[0].flip(0), *batch[1:]), numbers, 0)
+            first = batch[0]
+            back = first._replace(values=first.values.flip(0)) if isinstance(first, tuple) else first.flip(0)
+            made.check(dataset, (back, *batch[1:]), numbers, 0)
 
 
 @feature

@@ -190,8 +190,9 @@ def test_samples_are_those_of_h5py(tmp_path: Path, name: str) -> None:
     for number, (values, facts) in enumerate(zip(expected, known, strict=True)):
         found = list(dataset[number])
         for value, is_ragged in zip(values, are_ragged, strict=True):
-            np.testing.assert_array_equal(found.pop(0), value)
-            assert not is_ragged or found.pop(0) == len(value)
+            item = found.pop(0)
+            np.testing.assert_array_equal(item.values if is_ragged else item, value)
+            assert not is_ragged or item.lengths == len(value)
         for fact in facts:
             value = found.pop(0)
             assert value == fact if isinstance(fact, str) else np.allclose(value, fact)

@@ -392,7 +392,7 @@ def test_samples_of_several_lengths_are_padded_or_packed(tmp_path: Path, storage
     dataset = _ragged(_make_ragged(tmp_path / "traces.h5", storage))
     for transforms in ([], [Pad(-1)], [Pack()]):
         seen = []
-        for values, where, picks in h5chunk.ChunkLoader(dataset, 4, transforms=transforms, **settings):
+        for (values, where), picks in h5chunk.ChunkLoader(dataset, 4, transforms=transforms, **settings):
             _check_batch(values, where, picks.tolist(), -1 if transforms else 0)
             seen += picks.tolist()
         assert sorted(seen) == list(range(COUNT))
@@ -416,9 +416,9 @@ def _check_batch(values: torch.Tensor, where: torch.Tensor, numbers: list[int], 
 def test_a_data_loader_pads_or_packs(tmp_path: Path, transform: Any, num_workers: int) -> None:
     dataset = _ragged(_make_ragged(tmp_path / "traces.h5"), transforms=transform)
     sampler = h5chunk.ChunkSampler(dataset, 4)
-    for values, where, picks in DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers):
+    for (values, where), picks in DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers):
         _check_batch(values, where, picks.tolist(), 0 if transform is None else -1)
-    values, length, pick = dataset[3]
+    (values, length), pick = dataset[3]
     np.testing.assert_array_equal(values, _values(3, LENGTHS[3]))
     assert length == LENGTHS[3] and pick == 3
 
@@ -426,7 +426,7 @@ def test_a_data_loader_pads_or_packs(tmp_path: Path, transform: Any, num_workers
 def test_functions_after_padding_get_the_padded_values(tmp_path: Path) -> None:
     dataset = _ragged(_make_ragged(tmp_path / "traces.h5"))
     loader = h5chunk.ChunkLoader(dataset, 4, transforms=[Pad(), lambda values: values.abs() + 1], shuffle=False)
-    values, lengths, _ = next(iter(loader))
+    (values, lengths), _ = next(iter(loader))
     assert (values >= 1).all() and lengths.tolist() == LENGTHS[:4].tolist()
 
 
@@ -455,7 +455,8 @@ def test_chunks_that_differ_between_samples(tmp_path: Path, options: Mapping[str
     for axes in (1, 2):
         dataset = h5chunk.Keyed(tmp_path / "a.h5", f"{axes}/*/data")
         expected = [own for own in values if own.ndim == axes]
-        assert all(np.array_equal(dataset[number][0], own) for number, own in enumerate(expected))
+        found = [dataset[number][0] if axes == 2 else dataset[number][0].values for number in range(len(expected))]
+        assert all(map(np.array_equal, found, expected))
 
 
 def test_fields_of_strings_or_without_values_are_errors(tmp_path: Path) -> None:
@@ -479,7 +480,7 @@ def test_several_fields_differ_in_length(tmp_path: Path) -> None:
     transforms = {"boxes": [Pack()], "wave": [Pad(-1)]}
     with h5py.File(tmp_path / "a.h5") as file, h5chunk.ChunkLoader(dataset, 8, transforms=transforms) as loader:
         assert dataset.sample_lengths.tolist() == [len(each["boxes"]) for each in file.values()]
-        for boxes, offsets, waves, lengths, numbers in loader:
+        for (boxes, offsets), (waves, lengths), numbers in loader:
             for place, number in enumerate(numbers.tolist()):
                 expected = file[f"{number:02}"]
                 np.testing.assert_array_equal(boxes[offsets[place] : offsets[place + 1]], expected["boxes"])
@@ -533,8 +534,9 @@ def test_files_whose_samples_differ_in_length_from_those_of_others(tmp_path: Pat
                 expected.append(_values(len(expected), length))
                 file[f"traces/{number}/data"] = expected[-1]
     dataset = h5chunk.Keyed(paths, "traces/*/data")
-    rows = [values for batch in h5chunk.ChunkLoader(dataset, 2, shuffle=False) for values in zip(*batch, strict=True)]
     padded = max(map(len, expected)) > min(map(len, expected))
+    loader = h5chunk.ChunkLoader(dataset, 2, shuffle=False)
+    rows = [row for batch in loader for row in zip(*(batch[0] if padded else batch), strict=True)]
     assert len(rows) == len(expected)
     for (values, *length), wanted in zip(rows, expected, strict=True):
         assert len(length) == padded and (not padded or int(length[0]) == len(wanted))
@@ -572,7 +574,7 @@ def test_each_file_is_a_sample(tmp_path: Path, settings: Any) -> None:
     assert dataset.source_names.tolist() == [f"volume_{n // 4}/slice_{n}" for n in range(12)]
     assert dataset.files == tuple(map(str, files)) and dataset.values("grade").tolist() == [n % 5 for n in range(12)]
     seen = []
-    for image, mask, features, lengths, grade in h5chunk.ChunkLoader(dataset, 5, **settings):
+    for image, mask, (features, lengths), grade in h5chunk.ChunkLoader(dataset, 5, **settings):
         for row, number in enumerate(mask[:, 0, 0].tolist()):
             assert (image[row] == number / 2).all() and (mask[row] == number).all() and grade[row] == number % 5
             np.testing.assert_array_equal(features[row, : lengths[row]], _values(number, 1 + number % 3))

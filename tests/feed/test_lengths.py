@@ -98,7 +98,7 @@ def test_an_empty_batch_warns_and_pad_avoids_it(dataset: h5chunk.ChunkDataset) -
         assert empty or padded == plain
         if empty:
             loader = h5chunk.ChunkLoader(part, batch_sampler=h5chunk.ChunkSampler(part, rank=2, pad=True, **ranks))
-            assert [batch[2].tolist() for batch in loader] == [part.samples[own].tolist() for own in padded[2]]
+            assert [batch[1].tolist() for batch in loader] == [part.samples[own].tolist() for own in padded[2]]
         seen.add(empty > 0)
     assert seen == {True, False}
 
@@ -114,26 +114,28 @@ def test_a_loader_returns_the_samplers_batches_and_resumes(
     expected = [part.samples[batch].tolist() for batch in sampler_of(part, seed=7, **way)]
     with h5chunk.ChunkLoader(part, batch_sampler=sampler, transforms=transforms, resident=resident) as loader:
         batches = list(loader)
-        assert [batch[2].tolist() for batch in batches] == expected and loader.report.samples == len(part)
-        for values, where, numbers in batches[::5]:
+        assert [batch[1].tolist() for batch in batches] == expected and loader.report.samples == len(part)
+        for (values, where), numbers in batches[::5]:
             assert values.sum() == int((LENGTHS[numbers.numpy()] * numbers.numpy()).sum())
             assert (where.diff() if pack else where).tolist() == LENGTHS[numbers.numpy()].tolist()
         state = {**loader.state_dict(), "epoch": 0, "batch": 11}
         loader.load_state_dict(state)
-        assert [batch[2].tolist() for batch in loader] == expected[11:]
+        assert [batch[1].tolist() for batch in loader] == expected[11:]
     sampler.load_state_dict(state)
     assert [part.samples[batch].tolist() for batch in sampler] == expected[11:]
 
 
 def test_weights_a_data_loader_with_a_worker_and_options_of_the_loader(dataset: h5chunk.ChunkDataset) -> None:
     sampler = h5chunk.ChunkSampler(dataset, batch_elements=800, weights=np.arange(COUNT) % 2)
-    seen = torch.cat([batch[1 + 1] for batch in DataLoader(dataset, batch_sampler=sampler, num_workers=1)])
+    seen = torch.cat([batch[1] for batch in DataLoader(dataset, batch_sampler=sampler, num_workers=1)])
     assert len(seen) == COUNT and (seen % 2 == 1).all()
-    padded = [batch[0].numel() for batch in h5chunk.ChunkLoader(dataset, batch_elements=800)]
-    packed = [batch[0].numel() for batch in h5chunk.ChunkLoader(dataset, batch_elements=800, transforms=[Pack()])]
+    padded = [batch[0].values.numel() for batch in h5chunk.ChunkLoader(dataset, batch_elements=800)]
+    packed = [
+        batch[0].values.numel() for batch in h5chunk.ChunkLoader(dataset, batch_elements=800, transforms=[Pack()])
+    ]
     assert max(padded) <= 800 >= max(packed) and len(packed) < len(padded)
     again = h5chunk.ChunkLoader(dataset, batch_elements=800, shuffle=False)
-    assert torch.cat([batch[2] for batch in again]).tolist() == list(range(COUNT))
+    assert torch.cat([batch[1] for batch in again]).tolist() == list(range(COUNT))
 
 
 def test_buckets_save_padding_and_state_their_cost(dataset: h5chunk.ChunkDataset) -> None:

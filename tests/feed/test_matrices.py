@@ -330,7 +330,7 @@ def test_several_matrices_at_any_place(tmp_path, workers):
         ChunkLoader(dataset, 8, transforms=transforms, resident=True),
     ):
         seen = []
-        for labels, peaks, inputs, targets in batches:
+        for labels, peaks, (inputs, targets) in batches:
             rows = labels.numpy()
             np.testing.assert_array_equal(peaks.to_dense(), second[rows].toarray())
             np.testing.assert_array_equal(inputs.to_dense() + targets.to_dense(), first[rows].toarray())

@@ -204,8 +204,8 @@ def test_memory_is_planned_anew_for_longer_samples(tmp_path):
     for how in ({}, {"reuse": True}):
         with ChunkLoader(Mix(members, weights={"short": 1, "long": 0}, epoch=5), 8, **how) as loader:
             for length in (1, 50, 1):
-                assert [{*lengths.tolist()} for _, lengths in loader] == [{length}] * 5
-                assert all((tokens == length).all() for tokens, _ in loader)
+                assert [{*lengths.tolist()} for ((_, lengths),) in loader] == [{length}] * 5
+                assert all((tokens == length).all() for ((tokens, _),) in loader)
                 loader.batch_sampler.set_proportions({"short": length > 1, "long": length == 1})
 
 

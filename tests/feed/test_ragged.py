@@ -13,8 +13,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import h5chunk
-from h5chunk.transforms import Pack, Pad
+from h5chunk.transforms import Nested, Pack, Pad
 
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 COUNT = 60
 LENGTHS = np.random.default_rng(5).integers(0, 20, COUNT)
 STARTS = np.concatenate([[0], np.cumsum(LENGTHS)])
@@ -51,7 +52,7 @@ def _open(path: Any, **options: Any) -> h5chunk.ChunkDataset:
 
 def _check(batch: Any, values: np.ndarray, seen: list[int]) -> None:
     """Compare a padded batch with the values in the file, and note its labels."""
-    padded, lengths, labels = batch
+    (padded, lengths), labels = batch
     assert lengths.tolist() == LENGTHS[labels % COUNT].tolist() and padded.shape[1] == lengths.max()
     for row, length, label in zip(padded, lengths, (labels % COUNT).tolist(), strict=True):
         np.testing.assert_array_equal(row[:length], values[STARTS[label] : STARTS[label + 1]])
@@ -71,7 +72,7 @@ def test_samples_of_a_flat_dataset_are_read_exactly_once(tmp_path: Path, storage
             for batch in h5chunk.ChunkLoader(dataset, 8, **options):
                 _check(batch, values, seen)
             assert sorted(seen) == list(range(COUNT)) != seen
-        packed, starts, labels = dataset.with_transforms(Pack())[[7, 2, 50]]
+        (packed, starts), labels = dataset.with_transforms(Pack())[[7, 2, 50]]
         np.testing.assert_array_equal(packed, np.concatenate([values[STARTS[i] : STARTS[i + 1]] for i in (7, 2, 50)]))
         assert starts.tolist() == [0, *np.cumsum(LENGTHS[[7, 2, 50]])] and labels.tolist() == [7, 2, 50]
 
@@ -95,9 +96,9 @@ def test_training_resumes_and_ranks_share_the_samples(tmp_path: Path) -> None:
     state = {**loader.state_dict(), "epoch": 0, "batch": 3}
     again = h5chunk.ChunkLoader(dataset, 8, seed=4)
     again.load_state_dict(state)
-    assert all(torch.equal(one[0], other[0]) for one, other in zip(again, batches[3:], strict=True))
+    assert all(torch.equal(one[0].values, other[0].values) for one, other in zip(again, batches[3:], strict=True))
     samplers = [h5chunk.ChunkSampler(dataset, 4, rank=rank, world_size=2) for rank in range(2)]
-    seen = [batch[2] for own in samplers for batch in h5chunk.ChunkLoader(dataset, batch_sampler=own)]
+    seen = [batch[1] for own in samplers for batch in h5chunk.ChunkLoader(dataset, batch_sampler=own)]
     assert sorted(torch.cat(seen).tolist()) == list(range(COUNT))
 
 
@@ -128,13 +129,13 @@ def test_arrays_of_variable_length_are_read_without_hdf5(tmp_path: Path, storage
     dataset = h5chunk.ChunkDataset(_make_vlen(tmp_path / "a.h5", storage, block), fields=["values", "label"])
     for options in ({"reader": "direct", "resident": False}, {"reader": "h5py"}):
         seen = list[int]()
-        for padded, lengths, labels in h5chunk.ChunkLoader(dataset, 8, **options):
+        for (padded, lengths), labels in h5chunk.ChunkLoader(dataset, 8, **options):
             for row, length, label in zip(padded, lengths.tolist(), labels.tolist(), strict=True):
                 np.testing.assert_array_equal(row[:length], _vlen_sample(label))
             seen += labels.tolist()
         assert sorted(seen) == list(range(COUNT))
     loader = DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, 8), num_workers=1)
-    assert sum(int(lengths.sum()) for _, lengths, _ in loader) == LENGTHS.sum() - LENGTHS[11] + 40_000
+    assert sum(int(lengths.sum()) for (_, lengths), _ in loader) == LENGTHS.sum() - LENGTHS[11] + 40_000
 
 
 @pytest.mark.parametrize("base", ["?", "c8", "f2"])
@@ -189,6 +190,50 @@ def _make_jets(path: Path, count: int = COUNT) -> Path:
     return path
 
 
+NESTED: dict[str, Any] = {
+    "streamed": {},
+    "reused": {"reuse": True},
+    "resident": {"resident": True},
+    "of a gpu": pytest.param({"device": "cuda"}, marks=NEEDS_GPU),
+}
+
+
+def _check_nested(batch: Any, as_dict: bool) -> list[int]:
+    items = list(batch.values()) if as_dict else list(batch)
+    nested, labels = (item.cpu() for item in items)
+    assert len(items) == 2 and nested.layout == torch.jagged and nested.shape[0] == len(labels)
+    for sample, label in zip(nested.unbind(), labels.tolist(), strict=True):
+        np.testing.assert_array_equal(sample, _values()[STARTS[label] : STARTS[label + 1]])
+    return labels.tolist()
+
+
+@pytest.mark.parametrize("options", NESTED.values(), ids=NESTED)
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_nested_tensors(tmp_path: Path, options: dict[str, Any], as_dict: bool) -> None:
+    dataset = _open(_make(tmp_path / "a.h5", "compressed"), transforms=Nested(), as_dict=as_dict)
+    with h5chunk.ChunkLoader(dataset, 8, **options) as loader:
+        assert sorted(label for batch in loader for label in _check_nested(batch, as_dict)) == list(range(COUNT))
+        again = DataLoader(loader.dataset, 8, collate_fn=loader.collate_fn)
+        assert [label for batch in again for label in _check_nested(batch, as_dict)] == list(range(COUNT))
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_nested_tensors_of_a_data_loader(tmp_path: Path, workers: int, as_dict: bool) -> None:
+    dataset = _open(_make(tmp_path / "a.h5", "chunked"), transforms=Nested(), as_dict=as_dict)
+    loader = DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, 8), num_workers=workers)
+    for _ in range(2):
+        assert sorted(label for batch in loader for label in _check_nested(batch, as_dict)) == list(range(COUNT))
+    sample = dataset[5]
+    values, label = sample.values() if as_dict else sample
+    np.testing.assert_array_equal(values, _values()[STARTS[5] : STARTS[6]])
+    assert (
+        label == 5 and _check_nested(dataset[[7, 2]], as_dict) == [7, 2] and _check_nested(dataset[[]], as_dict) == []
+    )
+    packed = h5chunk.ChunkSampler(dataset, batch_elements=60)
+    assert max(int(LENGTHS[batch].sum()) for batch in packed) > 50
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_packed_and_padded_fields_and_samples_of_a_batch(tmp_path: Path, workers: int) -> None:
     paths = [_make_jets(tmp_path / "a.h5"), _make_jets(tmp_path / "b.h5", 20)]
@@ -199,12 +244,12 @@ def test_packed_and_padded_fields_and_samples_of_a_batch(tmp_path: Path, workers
     for collate_fn in (h5chunk.collate, list):
         for batch in DataLoader(dataset, batch_sampler=sampler, num_workers=workers, collate_fn=collate_fn):
             if collate_fn is list:  # each sample has all fields, with their lengths
-                for label, pt, length, eta, other, hits, five in batch:
+                for label, (pt, length), (eta, other), (hits, five) in batch:
                     assert len(pt) == length == other == LENGTHS[label] and len(hits) == five == 5
                     np.testing.assert_array_equal(pt + 0.5, eta[:length])
                     assert hits[0] == 5 * label
                 continue
-            labels, pt, starts, eta, lengths, hits, fives = batch
+            labels, (pt, starts), (eta, lengths), (hits, fives) = batch
             assert lengths.tolist() == starts.diff().tolist() == LENGTHS[labels].tolist()
             np.testing.assert_array_equal(pt + 0.5, torch.cat([row[:n] for row, n in zip(eta, lengths, strict=True)]))
             assert hits[fives[:-1]].tolist() == (5 * labels).tolist()
@@ -222,7 +267,7 @@ def test_batches_are_limited_by_the_first_field_that_differs_in_length(tmp_path:
         for pack in ([], [Pack()]):
             transforms = {dataset.lengths_field: pack}
             for batch in h5chunk.ChunkLoader(dataset, batch_elements=100, transforms=transforms):
-                labels = batch[fields.index("label") + (2 if fields[0] == "hits" else 0)].numpy()
+                labels = batch[fields.index("label")].numpy()
                 own = lengths[labels]
                 assert (own.sum() if pack else len(own) * own.max()) <= 100
 
@@ -241,7 +286,7 @@ def test_fields_that_differ_in_length_in_several_files(tmp_path: Path) -> None:
     )
     with h5chunk.ChunkLoader(dataset, 8) as loader:
         seen = list[int]()
-        for marks, counts, labels, _, lengths in loader:
+        for (marks, counts), labels, (_, lengths) in loader:
             assert counts.tolist() == (labels % 7).tolist() and lengths.tolist() == LENGTHS[labels].tolist()
             assert all((row[: label % 7] == label).all() for row, label in zip(marks, labels.tolist(), strict=True))
             seen += labels.tolist()

@@ -74,5 +74,5 @@ def test_errors_are_in_the_package():
 def test_transforms():
     augmenting = {"AlternatingFlip", "CenterCrop", "Cutout", "RandomCrop", "RandomErasing", "RandomHorizontalFlip"}
     augmenting |= {"RandomResizedCrop", "Resize", "per_sample", "ColorJitter", "MixUp", "CutMix", "RandomChoice"}
-    names = {"L2", "Binarize", "Csr", "Dense", "HoldOut", "Log1p", "Normalize", "Pack", "Pad", "ToDtype"}
+    names = {"L2", "Binarize", "Csr", "Dense", "HoldOut", "Log1p", "Nested", "Normalize", "Pack", "Pad", "ToDtype"}
     assert set(h5chunk.transforms.__all__) == names | augmenting

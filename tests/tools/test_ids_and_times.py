@@ -74,13 +74,13 @@ def test_the_last_entries_are_held_out(tmp_path):
     assert dataset.column_ids.tolist() == [7, 8, 9]
     for options in ({}, {"transforms": [Csr()]}):
         transforms = [HoldOut(last=1), *options.get("transforms", [])]
-        inputs, targets = next(iter(ChunkLoader(dataset, 3, transforms=transforms, shuffle=False)))
+        ((inputs, targets),) = next(iter(ChunkLoader(dataset, 3, transforms=transforms, shuffle=False)))
         if options:
             inputs, targets = inputs.to_dense(), targets.to_dense()
         order = np.argsort(dataset.row_ids)
         assert targets[order].tolist() == [[1, 0, 0], [1, 0, 0], [0, 0, 0]]
         assert inputs[order].tolist() == [[0, 1, 1], [0, 1, 0], [1, 0, 0]]
-    inputs, targets = next(iter(ChunkLoader(dataset, 3, transforms=[HoldOut(last=5)], shuffle=False)))
+    ((inputs, targets),) = next(iter(ChunkLoader(dataset, 3, transforms=[HoldOut(last=5)], shuffle=False)))
     assert inputs[order].tolist() == [[0, 1, 0], [0, 1, 0], [1, 0, 0]]  # one stays
 
 

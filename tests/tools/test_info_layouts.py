@@ -267,7 +267,8 @@ def check_code(path: Path, names: str, shape: tuple[int, ...] | None, *options: 
     assert opened is not None
     dataset = scope["data"] if "data" in scope else h5chunk.ChunkDataset(eval(opened[1]))
     assert " ".join(dataset.fields) == names, code
-    batches = [batch[0] for batch in scope["loader"]]
+    items = [batch[0] for batch in scope["loader"]]
+    batches = [item.values if isinstance(item, tuple) else item for item in items]
     assert sum(map(len, batches)) == len(dataset)
     if shape is not None:
         assert tuple(batches[0].shape[1:]) == shape
@@ -456,7 +457,7 @@ def test_the_note_on_runs_of_rows_reads_each_as_a_sample(
     scope: dict[str, Any] = {"h5chunk": h5chunk}
     exec(note.partition("rows: ")[2], scope)
     assert len(scope["data"]) == 3
-    assert scope["data"][1][0].tolist() == list(range(2, 9))
+    assert scope["data"][1][0].values.tolist() == list(range(2, 9))
 
 
 def test_genes_of_loom_files_are_not_taken_for_samples(tmp_path: Path) -> None:

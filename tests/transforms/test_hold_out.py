@@ -26,7 +26,7 @@ def path(tmp_path):
 
 def epoch_of(batches, numbers) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of all rows, in the order of the file."""
-    both = [[dense(part).cpu().float() for part in batch[:2]] for batch in batches]
+    both = [[dense(part).cpu().float() for part in batch[0]] for batch in batches]
     inputs, targets = (torch.cat(parts) for parts in zip(*both, strict=True))
     order = torch.from_numpy(np.concatenate(numbers)).argsort()
     return inputs[order], targets[order]
@@ -74,10 +74,10 @@ def test_a_dataset_holds_out_the_same(path, workers, layout):
     dataset = ChunkDataset(path, fields=["X", "sample_number"], transforms=[HoldOut(0.3, seed=7), layout])
     loader = DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 32), num_workers=workers)
     batches = list(loader)
-    found = epoch_of(batches, [batch[2].numpy() for batch in batches])
+    found = epoch_of(batches, [batch[1].numpy() for batch in batches])
     assert all(map(torch.equal, found, loaded(path, HoldOut(0.3, seed=7))))
     sample = dataset[5]
-    assert len(sample) == 3 and torch.equal(sample[0].to_dense(), found[0][5]) and sample[2] == 5
+    assert len(sample) == 2 and torch.equal(sample[0].inputs.to_dense(), found[0][5]) and sample[1] == 5
 
 
 @pytest.mark.parametrize("each_epoch", [False, True])
@@ -85,9 +85,9 @@ def test_a_dataset_holds_out_the_same(path, workers, layout):
 def test_each_epoch_without_a_sampler(path, each_epoch, num_workers):
     dataset = ChunkDataset(path, transforms=[HoldOut(0.5, each_epoch=each_epoch)])
     loader = DataLoader(dataset, 32, num_workers=num_workers, persistent_workers=num_workers > 0)
-    epochs = [torch.cat([targets for _, targets in loader]) for _ in range(3)]
+    epochs = [torch.cat([targets for ((_, targets),) in loader]) for _ in range(3)]
     assert torch.equal(epochs[0], epochs[1]) != each_epoch and torch.equal(epochs[1], epochs[2]) != each_epoch
-    assert torch.equal(dataset[range(200)][1], dataset[range(200)][1]) != each_epoch
+    assert torch.equal(dataset[range(200)][0].targets, dataset[range(200)][0].targets) != each_epoch
 
 
 def test_each_epoch_draws_anew_and_alike_for_both_ways(path):
@@ -95,11 +95,11 @@ def test_each_epoch_draws_anew_and_alike_for_both_ways(path):
     for each_epoch in (False, True):
         hold_out = HoldOut(0.5, each_epoch=each_epoch)
         with ChunkLoader(path, 64, shuffle=False, transforms=[hold_out]) as loader:
-            epochs[each_epoch] = [torch.cat([batch[1] for batch in loader]) for _ in range(3)]
+            epochs[each_epoch] = [torch.cat([rows.targets for (rows,) in loader]) for _ in range(3)]
         dataset = ChunkDataset(path, transforms=[hold_out])
         sampler = ChunkSampler(dataset, 64, shuffle=False)
         for epoch in range(3):
-            targets = torch.cat([targets for _, targets in DataLoader(dataset, batch_sampler=sampler)])
+            targets = torch.cat([targets for ((_, targets),) in DataLoader(dataset, batch_sampler=sampler)])
             assert torch.equal(targets, epochs[each_epoch][epoch])
     assert torch.equal(epochs[False][0], epochs[False][1])
     assert not torch.equal(epochs[True][0], epochs[True][1])
@@ -113,7 +113,7 @@ def test_ranks_hold_out_the_same(path):
         sampler = ChunkSampler(dataset, 16, rank=rank, world_size=3)
         numbers = list(sampler.order.batches())
         with ChunkLoader(dataset, batch_sampler=sampler, transforms=[HoldOut(0.3)]) as loader:
-            for batch, rows in zip(loader, numbers, strict=True):
+            for (batch,), rows in zip(loader, numbers, strict=True):
                 assert all(torch.equal(part, whole[rows]) for part, whole in zip(batch, expected, strict=True))
 
 
@@ -147,7 +147,7 @@ def test_a_function_of_a_batch_and_dense_files(tmp_path, path):
 def test_labels_come_after_both(tmp_path):
     labels = np.arange(200)
     path = write(tmp_path / "m.h5", MATRIX, fields={"labels": labels})
-    for inputs, targets, numbers in ChunkLoader(
+    for (inputs, targets), numbers in ChunkLoader(
         ChunkDataset(path, fields=["X", "labels"]), 64, transforms=[HoldOut(0.5)]
     ):
         assert torch.equal(inputs + targets, ROWS[numbers])

@@ -127,10 +127,10 @@ class KeyedReader(Source):
         if (described := self.fields.get(field)) is None:
             return super().datasets_of(field)
         scaled = " / 255" if described.dtype == np.uint8 else ""
-        at = [*self.fields].index(field)
+        item = f"data[i][{[*self.fields].index(field)}]" + (".values" if isinstance(described, SeriesField) else "")
         raise FieldError(
             f"field {field!r} has samples that are datasets, of which h5chunk info --stats stores no statistics: "
-            f"compute them from some samples, such as values = np.concatenate([np.ravel(data[i][{at}]) for i in "
+            f"compute them from some samples, such as values = np.concatenate([np.ravel({item}) for i in "
             f"range(0, len(data), 1 + len(data) // 1000)]){scaled}, and Normalize(values.mean(), values.std())"
         )
 
