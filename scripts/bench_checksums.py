@@ -42,7 +42,7 @@ def turn(mode: str, args: argparse.Namespace) -> list[float]:
     if args.cold:
         drop(args.path)
     rates, started = [], time.perf_counter()
-    options = {"reader": args.reader, "device": args.device, "reuse": args.device == "cpu", "resident": False}
+    options = {"device": args.device, "reuse": args.device == "cpu", "resident": False}
     dataset = h5chunk.ChunkDataset(args.path, checksums=mode)
     with h5chunk.ChunkLoader(dataset, args.batch_size, **options) as loader:
         for _ in range(args.epochs):
@@ -61,7 +61,6 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--reader", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--cold", action="store_true")
     args = parser.parse_args()

@@ -41,6 +41,7 @@ from torch.utils.data import DataLoader
 import h5chunk
 from h5chunk.feed.sampler import load_state, save_state
 from h5chunk.plan.order import Order
+from h5chunk.store.read.field_readers import reading
 
 TAILS: dict[str, dict[str, bool]] = {"exact": {}, "drop_last": {"drop_last": True}, "pad": {"pad": True}}
 WORLDS, WORKERS = (1, 2, 3, 4, 6, 12), (1, 2, 3)
@@ -208,10 +209,10 @@ def stateful_batches(path: Path, batch_size: int, num_workers: int, **options: A
 
 
 def chunk_batches(path: Path, batch_size: int, how: str, **options: Any) -> h5chunk.ChunkLoader:
-    ways = {"resident": {"resident": True}, "h5py": {"reader": "h5py"}, "direct": {"reader": "direct"}}
     dataset = h5chunk.ChunkDataset(path)
     sampler = h5chunk.ChunkSampler(dataset, batch_size, **options)
-    return h5chunk.ChunkLoader(dataset, batch_sampler=sampler, num_threads=2, **ways[how])
+    with reading("auto" if how == "resident" else how):
+        return h5chunk.ChunkLoader(dataset, batch_sampler=sampler, num_threads=2, resident=how == "resident")
 
 
 def labels_of(batches: Iterable[Any]) -> Batches:

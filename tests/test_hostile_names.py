@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
+from support.loaders import loader_by
 from torch.utils.data import DataLoader
 
 import h5chunk
@@ -332,7 +333,7 @@ def test_what_python_shows(foreign: Path, recwarn: pytest.WarningsRecorder) -> N
     """Reports, errors, warnings and reprs are as safe without the command line."""
     name = f"images1{TEXT}"
     dataset = h5chunk.ChunkDataset(foreign, fields={TEXT: name})
-    loader = h5chunk.ChunkLoader(h5chunk.ChunkDataset(foreign, fields={TEXT: name}), 8, reader="h5py")
+    loader = loader_by(h5chunk.ChunkDataset(foreign, fields={TEXT: name}), 8, reader="h5py")
     shown = [repr(dataset), repr(loader), str(loader.report), str(h5chunk.info(foreign)), str(h5chunk.verify(foreign))]
     for call in (lambda: dataset[99], lambda: dataset.values(TEXT), lambda: h5chunk.ChunkDataset(foreign)):
         with pytest.raises((IndexError, H5ChunkError)) as caught:

@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from PIL import Image
+from support.loaders import loader_by
 from support.orders import ordered
 
 import h5chunk
@@ -251,7 +252,7 @@ class Story(RuleBasedStateMachine):
 
     def loader(self, reader: str, seed: int, **order: Any) -> h5chunk.ChunkLoader:
         order = ordered(self.path, BATCH, seed=seed, window_chunks=WINDOW, **order)
-        return h5chunk.ChunkLoader(**order, reader=reader, num_threads=2)
+        return loader_by(**order, reader=reader, num_threads=2)
 
     @step(reader=READERS, seed=SEEDS, drop_last=st.booleans())
     def epoch(self, reader: str, seed: int, drop_last: bool) -> None:

@@ -26,6 +26,7 @@ from h5chunk.store.read.field_readers import (
     AUTO,
     DIRECT,
     NOTABLE,
+    VARIABLE,
     field_readers,
     is_small_field,
     read_amplification,
@@ -99,7 +100,7 @@ def make_source(
     dataset: ChunkDataset,
     order: Epoch,
     *,
-    reader: str,
+    way: str,
     device: torch.device,
     num_threads: int | None,
     timeout_s: float | None,
@@ -107,7 +108,7 @@ def make_source(
     """Make the data source from the arguments of a loader; ``order`` refers to the samples of the file.
 
     Raise `FieldError` if a field has strings or a dtype that torch does not support, and `OptionError` if
-    ``reader="direct"`` is not possible.
+    ``way`` is `DIRECT`, which is not possible.
     """
     h5reader, numbered = dataset.new_reader(), dataset.numbered_fields
     uses = _uses(dataset, h5reader.num_samples, order)
@@ -117,7 +118,7 @@ def make_source(
     }
     if any(kind.is_encoded for kind in kinds.values()):
         device = torch.device("cpu")  # images are decoded from windows on the host
-    fields, why = _field_readers(h5reader, reader)
+    fields, why = _field_readers(h5reader, way)
     if num_threads is None:
         thread_bytes = max((field.thread_bytes for field in fields.values()), default=0)
         num_threads = max(1, min(MAX_THREADS, available_cores(), DECODING_BYTES // max(1, thread_bytes)))
@@ -145,7 +146,7 @@ def _field_readers(source: Source, way: str) -> tuple[dict[str, FieldReader], di
     fields, why = field_readers(source, way)
     if why and way == DIRECT:
         name, reason = next(iter(why.items()))
-        raise OptionError(f"field {name!r} cannot be read directly: {reason}. Use reader='auto' or 'h5py'")
+        raise OptionError(f"field {name!r} cannot be read directly: {reason}. Unset {VARIABLE}")
     for name, reason in why.items() if way == AUTO else ():
         warnings.warn(printable(f"field {name!r} is read through h5py, in one thread: {reason}"), stacklevel=4)
     return fields, why
@@ -363,12 +364,8 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def check_arguments(
-    reader: str, resident: bool, num_threads: int | None, memory_bytes: int | None, timeout: float
-) -> None:
+def check_arguments(resident: bool, num_threads: int | None, memory_bytes: int | None, timeout: float) -> None:
     """Raise OptionError for loader arguments that are invalid for any file."""
-    if reader not in ("auto", "direct", "h5py"):
-        raise OptionError(f"reader is {reader!r}: pass 'auto', 'direct' or 'h5py'")
     check_flag("resident", resident)
     for name, number, minimum in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):
         if number is not None:

@@ -32,6 +32,7 @@ from h5chunk.feed.stream import WindowStream
 from h5chunk.plan.lengths import LengthOrder
 from h5chunk.plan.order import Order
 from h5chunk.plan.slots import check_echo, num_echoed
+from h5chunk.store.read.field_readers import chosen_way
 from h5chunk.store.read.files import Paths
 from h5chunk.transforms import ToDtype, Transforms, transforms_by_field
 from h5chunk.transforms.mixing import Mixer, split_mixing
@@ -142,9 +143,6 @@ class ChunkLoader(Resumable):
         Read all samples of the data set, or of the subset, once, and keep them on the device (a sparse matrix stays
         sparse). The order is the same. Raises OptionError if they do not fit in ``memory_bytes``, or in the free memory
         of the GPU. Leave enough for the model, which usually takes its memory later.
-    reader : {"auto", "direct", "h5py"}
-        ``"direct"``: read by byte ranges. ``"h5py"``: read through HDF5. ``"auto"``: read by byte ranges if the file
-        allows it, except fields with thousands of chunks below 8 KiB that HDF5 decodes or combines faster.
     reuse : bool
         On the CPU, return batches that are valid only until the next batch, always in the same memory.
     echo : float
@@ -205,7 +203,7 @@ class ChunkLoader(Resumable):
     WorkerError
         While iterating: no read completed for ``timeout`` seconds.
     OptionError
-        An argument is invalid, or the file does not allow ``reader="direct"``, with the reason.
+        An argument is invalid.
     """
 
     batch_sampler: Any
@@ -230,14 +228,13 @@ class ChunkLoader(Resumable):
         memory_bytes: int | None = None,
         num_threads: int | None = None,
         resident: bool = False,
-        reader: str = "auto",
         reuse: bool = False,
         echo: float = 1,
         timeout: float = TIMEOUT_S,
         **others: NoReturn,
     ) -> None:
         _check_none_left(others)
-        check_arguments(reader, resident, num_threads, memory_bytes, timeout)
+        check_arguments(resident, num_threads, memory_bytes, timeout)
         check_echo(echo)
         target = find_device(device)
         dataset, transforms = find_data(data, transforms)
@@ -277,7 +274,7 @@ class ChunkLoader(Resumable):
         self._data, self._transforms = dataset, by_field
         self._device, self._reuse, self._echo = target, reuse, float(echo)
         self._reading: dict[str, Any] = {
-            "reader": reader,
+            "way": chosen_way(),
             "device": target,
             "num_threads": num_threads,
             "timeout_s": timeout or None,

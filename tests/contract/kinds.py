@@ -98,7 +98,7 @@ class Kind:
 
 NO_CHECKSUMS = Empty("files of others have no checksums", "no checksums.*h5chunk repack|leave .*checksums")
 FOREIGN = {"checksums": NO_CHECKSUMS}
-BY_HDF5 = {**FOREIGN, "direct": Empty("HDF5 reads it", "cannot be read directly.*reader=")}
+BY_HDF5 = {**FOREIGN, "direct": Empty("HDF5 reads it", "cannot be read directly.*Unset H5CHUNK_READER")}
 
 
 class Rows(Kind):

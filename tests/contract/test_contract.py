@@ -23,6 +23,7 @@ import torch
 from kinds import KINDS, Kind, Sample
 from support.faults import unreadable
 from support.flipped_bits import flip, places
+from support.loaders import loader_by
 from support.object_server import object_server
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -226,7 +227,7 @@ def test_sampler(made: Made, workers: int) -> None:
 @feature
 def test_loader(made: Made, way: dict[str, Any]) -> None:
     dataset = made.open()
-    with h5chunk.ChunkLoader(dataset, BATCH, seed=1, **way) as loader:
+    with loader_by(dataset, BATCH, seed=1, **way) as loader:
         for epoch in range(2):
             made.check_epoch(dataset, loader, batches_of(dataset, 1, epoch), epoch)
 
@@ -242,7 +243,7 @@ def own_batches(num_samples: int) -> list[list[int]]:
 def test_own_batches(made: Made, way: dict[str, Any]) -> None:
     dataset = made.open()
     lists = own_batches(len(dataset))
-    with h5chunk.ChunkLoader(dataset, batch_sampler=lists, **way) as loader:
+    with loader_by(dataset, batch_sampler=lists, **way) as loader:
         for epoch in range(2):
             made.check_epoch(dataset, loader, lists, epoch)
 
@@ -273,14 +274,14 @@ def test_own_batches_of_a_url(made: Made, server: Any, tmp_path: Path, monkeypat
 @feature
 def test_direct(made: Made) -> None:
     dataset = made.open()
-    with h5chunk.ChunkLoader(dataset, BATCH, reader="direct") as loader:
+    with loader_by(dataset, BATCH, reader="direct") as loader:
         made.check_epoch(dataset, loader, batches_of(dataset))
 
 
 @feature
 def test_one_order(made: Made) -> None:
     def epoch(**options: Any) -> list[Any]:
-        with h5chunk.ChunkLoader(made.open(), BATCH, **options) as loader:
+        with loader_by(made.open(), BATCH, **options) as loader:
             return [plain(tensor).tobytes() for batch in kept(loader) for tensor in tree_leaves(batch)]
 
     assert epoch(seed=2) == epoch(seed=2, num_threads=1) != epoch(seed=3)
@@ -394,7 +395,7 @@ def test_statistics(made: Made, tmp_path: Path) -> None:
 @feature
 def test_sample_number(made: Made) -> None:
     dataset = made.open(numbered=True)
-    at = dataset.fields.index("sample_number") + len(made.kind.sizes)
+    at = dataset.fields.index("sample_number")
     assert dataset[[3, 1]][at].tolist() == [3, 1] and int(dataset[2][at]) == 2
     part = dataset.subset(range(4, 9))
     assert part[[1, 0]][at].tolist() == [1, 0]

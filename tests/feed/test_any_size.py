@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from support.leftovers import in_fork
+from support.loaders import loader_by
 from torch.utils.data import DataLoader
 
 import h5chunk
@@ -71,7 +72,7 @@ def raw(photos):
 
 
 def all_batches(data, size=8, epoch_of=1, **options):
-    with h5chunk.ChunkLoader(data, size, **options) as loader:
+    with loader_by(data, size, **options) as loader:
         for _ in range(epoch_of - 1):
             list(loader)
         return [tuple(each.clone() for each in batch) for batch in loader]

@@ -18,6 +18,7 @@ import torch
 from support.foreign import make_file
 from support.leftovers import nothing_is_left
 from support.loader_files import IMAGES, LABELS, N, path
+from support.loaders import loader_by
 from support.matrices import LAYOUTS, random_matrix, write
 from support.orders import ordered
 from support.rank_processes import ORDER, TAILS, WAIT_S, in_ranks, read_epoch, read_part, start_ranks, train
@@ -105,7 +106,7 @@ def test_ranks_without_samples_in_their_last_batch(path, tmp_path, kind, reader,
     sizes = []
     for rank in range(16):
         order = ordered(path, 3, **ORDER, shuffle=kind != "gzip", rank=rank, world_size=16)
-        with ChunkLoader(**order, **options) as loader:
+        with loader_by(**order, **options) as loader:
             sizes.append([[len(batch[0]) for batch in loader] for _ in range(2)])
     assert sizes == [[[3] * 4 + [1]] * 2] * 11 + [[[3] * 4 + [0]] * 2] * 5
 

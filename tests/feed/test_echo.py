@@ -28,6 +28,7 @@ from support.loader_files import (
     path,
     slots_of,
 )
+from support.loaders import loader_by
 from support.orders import ordered
 
 from h5chunk.errors import OptionError
@@ -127,7 +128,7 @@ def test_every_sample_as_often_as_it_should_be(
         else (IMAGES[:num_samples], {}),
         labels=(LABELS[:num_samples], {}),
     )
-    with ChunkLoader(**ordered(path, batch_size, **order), echo=echo, reuse=reuse, reader=reader) as loader:
+    with loader_by(**ordered(path, batch_size, **order), echo=echo, reuse=reuse, reader=reader) as loader:
         assert loader.order.interleave == 1
         for _ in range(3):
             now = loader.order

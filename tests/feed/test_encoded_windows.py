@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from support.encoded import FLAT, LENGTHS, ROBOT, SIZE, by_pillow, encoded, flat, frames, pictures, put, robot
+from support.loaders import loader_by
 from support.scripts import needs_gpu
 from torch.utils.data import DataLoader
 
@@ -30,7 +31,7 @@ def expected(episodes: list[list[np.ndarray]], steps: range) -> np.ndarray:
 
 
 def loaded(windows: h5chunk.Windows, **options: Any) -> torch.Tensor:
-    return torch.cat([batch[0] for batch in h5chunk.ChunkLoader(windows, 4, shuffle=False, **options)])
+    return torch.cat([batch[0] for batch in loader_by(windows, 4, shuffle=False, **options)])
 
 
 @pytest.mark.parametrize("form", ["vlen", "padded", "rows", "compressed", "text"])

@@ -9,6 +9,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from support.loaders import loader_by
 
 import h5chunk
 
@@ -265,7 +266,7 @@ def test_windows_equal_the_frames_that_h5py_reads(layout: Layout, tmp_path: Path
     own = {**options, "constants": [name for name in options.get("constants", ()) if name in numbers]}
     numbered = h5chunk.Windows(path, {**numbers, "number": "sample_number"}, LENGTH, **own)
     for reading in ({}, {"resident": True}, {"reader": "h5py"}):
-        for batch in h5chunk.ChunkLoader(numbered, 4, **reading):
+        for batch in loader_by(numbered, 4, **reading):
             columns = dict(zip(numbered.fields, batch, strict=True))
             for place, number in enumerate(columns["number"].tolist()):
                 seen += 1

@@ -19,6 +19,7 @@ import pytest
 from support.faults import watch
 from support.foreign import make_file, values
 from support.leftovers import WAIT_S, end_workers, nothing_is_left, reading_threads, workers_of
+from support.loaders import loader_by
 from support.matrices import random_matrix, write
 from support.orders import ordered
 from torch.utils.data import DataLoader
@@ -66,8 +67,8 @@ def overwrite(path: Path) -> None:
 
 
 WAYS: dict[str, Callable[[Path], Any]] = {
-    "direct": lambda path: ChunkLoader(**ordered(path, 16, window_chunks=1), reader="direct", num_threads=2),
-    "h5py": lambda path: ChunkLoader(**ordered(path, 16, window_chunks=1), reader="h5py"),
+    "direct": lambda path: loader_by(**ordered(path, 16, window_chunks=1), reader="direct", num_threads=2),
+    "h5py": lambda path: loader_by(**ordered(path, 16, window_chunks=1), reader="h5py"),
     "dataset": lambda path: dataset_loader(path),
     "workers": lambda path: dataset_loader(path, num_workers=1, prefetch_factor=1),
 }
@@ -225,7 +226,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 @pytest.mark.parametrize("reader", ["direct", "h5py"])
 def test_a_thread_that_hangs(path: Path, hanging: Any, reader: str, resident: bool) -> None:
     hanging("read part" if reader == "direct" else "read through HDF5", after=0 if resident else 2)
-    loader = ChunkLoader(**ordered(path, 16, window_chunks=1), reader=reader, resident=resident, timeout=0.2)
+    loader = loader_by(**ordered(path, 16, window_chunks=1), reader=reader, resident=resident, timeout=0.2)
     with pytest.raises(
         WorkerError, match=r"a\.h5: no data was read for 0\.2 s, because a reading thread .* pass a larger timeout"
     ):
@@ -296,7 +297,7 @@ def test_closing_from_another_thread(tmp_path: Path, options: dict[str, Any]) ->
     images = np.repeat(numbers[:, None], 64, 1).astype(np.int32)
     path = make_file(tmp_path / "a.h5", images=(images, {"chunks": (16, 64)}), labels=(numbers, {"chunks": (16,)}))
     for attempt in range(40):
-        loader = ChunkLoader(path, 7 if attempt % 2 else 300, timeout=WAIT_S, **options)
+        loader = loader_by(path, 7 if attempt % 2 else 300, timeout=WAIT_S, **options)
         timer = threading.Timer(attempt / 4000, loader.close)
         timer.start()
         begun = time.monotonic()

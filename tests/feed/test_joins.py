@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from support.loaders import loader_by
 
 import h5chunk
 from h5chunk.errors import FieldError, OptionError
@@ -227,7 +228,7 @@ def test_samples_are_along_any_axis(axis: int, layout: Any, reader: str, tmp_pat
     dataset = h5chunk.ChunkDataset(x, fields=["x", "sample_number"], sample_axis={"x": axis})
     expected = np.moveaxis(data, axis, 0)
     assert (dataset[range(len(dataset))][0].numpy() == expected).all() and len(dataset) == len(expected)
-    with warnings.catch_warnings(), h5chunk.ChunkLoader(dataset, 4, reader=reader) as loader:
+    with warnings.catch_warnings(), loader_by(dataset, 4, reader=reader) as loader:
         for batch, numbers in loader:
             assert (batch.numpy() == expected[numbers]).all()
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support import odd_files
+from support.loaders import loader_by
 from torch.utils.data import DataLoader
 
 import h5chunk
@@ -88,7 +89,7 @@ def test_values_are_those_of_h5py(tmp_path: Path, storage: str, block: int) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of what only HDF5 reads
         for reader in ("auto", "h5py"):
-            batches = list(h5chunk.ChunkLoader(dataset, 4, reader=reader, resident=False))
+            batches = list(loader_by(dataset, 4, reader=reader, resident=False))
             order = torch.cat([batch[1] for batch in batches]).numpy() // 10
             assert sorted(order) == list(range(COUNT)) and order.tolist() != list(range(COUNT))
             np.testing.assert_array_equal(torch.cat([batch[0] for batch in batches]), expected[order])
@@ -392,7 +393,7 @@ def test_samples_of_several_lengths_are_padded_or_packed(tmp_path: Path, storage
     dataset = _ragged(_make_ragged(tmp_path / "traces.h5", storage))
     for transforms in ([], [Pad(-1)], [Pack()]):
         seen = []
-        for (values, where), picks in h5chunk.ChunkLoader(dataset, 4, transforms=transforms, **settings):
+        for (values, where), picks in loader_by(dataset, 4, transforms=transforms, **settings):
             _check_batch(values, where, picks.tolist(), -1 if transforms else 0)
             seen += picks.tolist()
         assert sorted(seen) == list(range(COUNT))
@@ -574,7 +575,7 @@ def test_each_file_is_a_sample(tmp_path: Path, settings: Any) -> None:
     assert dataset.source_names.tolist() == [f"volume_{n // 4}/slice_{n}" for n in range(12)]
     assert dataset.files == tuple(map(str, files)) and dataset.values("grade").tolist() == [n % 5 for n in range(12)]
     seen = []
-    for image, mask, (features, lengths), grade in h5chunk.ChunkLoader(dataset, 5, **settings):
+    for image, mask, (features, lengths), grade in loader_by(dataset, 5, **settings):
         for row, number in enumerate(mask[:, 0, 0].tolist()):
             assert (image[row] == number / 2).all() and (mask[row] == number).all() and grade[row] == number % 5
             np.testing.assert_array_equal(features[row, : lengths[row]], _values(number, 1 + number % 3))

@@ -22,6 +22,7 @@ from support.faults import failure, nth, small, watch
 from support.foreign import make_file, values
 from support.leftovers import WAIT_S, are_readers_again, in_fork, nothing_is_left, readers_of_files, reading_threads
 from support.loader_files import CHANNELS_LAST, IMAGES, LABELS, N, large, least_memory, path, slots_of, windows_bytes
+from support.loaders import loader_by
 from support.orders import ordered
 
 from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, TrustError
@@ -88,9 +89,7 @@ def test_same_batches_as_sampler_and_dataset(
         labels=(LABELS[:num_samples], {"chunks": (label_chunk,), "maxshape": (None,)} if label_chunk else {}),
     )
     expected = expected_epochs(path, batch_size, 3, **order)
-    with ChunkLoader(
-        **ordered(path, batch_size, **order), reader=reader, reuse=reuse, num_threads=num_threads
-    ) as loader:
+    with loader_by(**ordered(path, batch_size, **order), reader=reader, reuse=reuse, num_threads=num_threads) as loader:
         if loader.order.num_batches:
             for epoch in expected:
                 assert len(loader) == len(epoch)
@@ -125,9 +124,7 @@ def test_same_batches_of_compressed_files(
         labels=(LABELS[:num_samples], {"chunks": (label_chunk,), "maxshape": (None,), **FILTERS[name]}),
     )
     expected = expected_epochs(path, batch_size, 3, **order)
-    with ChunkLoader(
-        **ordered(path, batch_size, **order), reader=reader, reuse=reuse, num_threads=num_threads
-    ) as loader:
+    with loader_by(**ordered(path, batch_size, **order), reader=reader, reuse=reuse, num_threads=num_threads) as loader:
         for epoch in expected:
             assert as_lists(loader) == epoch
 
@@ -153,7 +150,7 @@ def test_readers_give_the_same_bytes(tmp_path, layout, dtype):
     )
     [expected] = expected_epochs(path, 16)
     for reader in ("direct", "h5py", "auto"):
-        with ChunkLoader(path, 16, reader=reader) as loader:
+        with loader_by(path, 16, reader=reader) as loader:
             batches = list(loader)
             assert batches[0][0].dtype == torch.from_numpy(np.empty(0, dtype)).dtype
             assert as_lists(batches) == expected
@@ -171,10 +168,20 @@ def test_falls_back_to_hdf5_and_says_why(tmp_path, layout, reason):
         assert as_lists(loader) == expected
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with ChunkLoader(path, 16, reader="h5py") as asked:
+        with loader_by(path, 16, reader="h5py") as asked:
             assert as_lists(asked) == expected
     with pytest.raises(OptionError, match=rf"'images' cannot be read directly: .*{reason}"):
-        ChunkLoader(path, 16, reader="direct")
+        loader_by(path, 16, reader="direct")
+
+
+def test_a_variable_chooses_how_files_are_read(path, monkeypatch):
+    [expected] = expected_epochs(path, 16)
+    monkeypatch.setenv("H5CHUNK_READER", "h5py")
+    with ChunkLoader(path, 16) as loader:
+        assert "images: h5py, labels: h5py" in repr(loader) and as_lists(loader) == expected
+    monkeypatch.setenv("H5CHUNK_READER", "fast")
+    with pytest.raises(OptionError, match="H5CHUNK_READER is 'fast': set it to 'auto', 'direct' or 'h5py'"):
+        ChunkLoader(path, 16)
 
 
 def test_the_warning_points_at_the_caller(tmp_path):
@@ -241,7 +248,7 @@ def test_what_hdf5_cannot_read_is_an_error_that_names_it(tmp_path):
     options = {"chunks": (20, 3, 5, 6), **FILTERS["fletcher32"]}
     path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {}))
     damage(path, 5, "images")
-    loader = ChunkLoader(path, 10, shuffle=False, reader="h5py")
+    loader = loader_by(path, 10, shuffle=False, reader="h5py")
     with pytest.raises(FileError, match=r"a\.h5: field 'images', chunk 5 cannot be read: .*(filter|Fletcher32)"):
         list(loader)
     loader.close()
@@ -714,7 +721,6 @@ def test_functions_as_transforms(path, resident):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"reader": "fast"}, "reader is 'fast'"),
         ({"num_workers": 4}, "num_threads"),
         ({"collate_fn": list}, "pass transforms"),
         ({"batch_size": 0}, "batch_size is 0"),
@@ -785,7 +791,7 @@ def test_a_file_that_changes(tmp_path, how, when, kind):
     options = {"chunks": (4, 3, 5, 6), **({} if kind == "plain" else {"compression": "gzip"})}
     path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {"chunks": (4,)}))
     epochs = expected_epochs(path, 2, 4, window_chunks=1)
-    loader = ChunkLoader(**ordered(path, 2, window_chunks=1), reader="h5py" if kind == "h5py" else "auto")
+    loader = loader_by(**ordered(path, 2, window_chunks=1), reader="h5py" if kind == "h5py" else "auto")
     found: list[list[list]] = []
     if when == "before":
         change(path, how)
@@ -840,7 +846,7 @@ def test_before_iterating_nothing_is_open(path):
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("reader", ["direct", "h5py"])
 def test_a_break_keeps_the_threads_for_the_next_epoch(path, reader, reuse):
-    with ChunkLoader(path, 16, reader=reader, reuse=reuse) as loader:
+    with loader_by(path, 16, reader=reader, reuse=reuse) as loader:
         for _ in loader:
             threads = readers_of_files()
             break
@@ -973,7 +979,7 @@ def test_memory_is_free_after_closing(large):
 @pytest.mark.parametrize("reader", ["direct", "h5py"])
 def test_a_fork_while_a_loader_is_open(path, reader):
     """The fork ends as it should, can let go of the loader, and the parent reads on."""
-    loader = ChunkLoader(**ordered(path, 16, **ORDER), reader=reader)
+    loader = loader_by(**ordered(path, 16, **ORDER), reader=reader)
     [expected] = expected_epochs(path, 16, **ORDER)
     batches = iter(loader)
     found = [next(batches)]
@@ -1034,7 +1040,7 @@ def test_the_loader_is_used_from_another_thread(path):
 def test_readers_of_hdf5_do_not_disturb_each_other(path):
     """A dataset and a loader on the same file, in turns."""
     dataset, reader = ChunkDataset(path), H5Reader(path)
-    with ChunkLoader(**ordered(path, 16, **ORDER), reader="h5py") as loader:
+    with loader_by(**ordered(path, 16, **ORDER), reader="h5py") as loader:
         for images, labels in loader:
             assert dataset[labels][0].equal(images)
             out = read_rows(reader, "images", labels.numpy())

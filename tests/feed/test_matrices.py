@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.faults import small
 from support.loader_files import slots_of
+from support.loaders import loader_by
 from support.matrices import LAYOUTS, check_epoch, dense, random_matrix, write, write_anndata
 from support.orders import ordered
 from torch.utils.data import DataLoader
@@ -77,7 +78,7 @@ def test_rows_are_those_of_the_source(
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3}[dtype]
     values = [*([] if binarize is None else [Binarize(binarize)]), *([L2()] if normalize else [])]
     options = {"transforms": [*values, LAYOUTS[sparse](dtype)], "resident": resident}
-    with ChunkLoader(path, 9, device=device, reader=reader, seed=seed, **options) as loader:
+    with loader_by(path, 9, device=device, reader=reader, seed=seed, **options) as loader:
         assert loader.is_resident == resident
         for _ in range(2):
             check_epoch(loader, expected, sparse=sparse, tolerance=tolerance)
@@ -93,7 +94,7 @@ def test_files_of_others(tmp_path, options, kind, sparse):
     path = write_anndata(tmp_path / "a.h5ad", matrix, **options)
     expected = matrix.toarray().astype(np.float64)
     for reader in ("direct", "h5py"):
-        with ChunkLoader(path, 30, reader=reader, transforms=[LAYOUTS[sparse](torch.float64)]) as loader:
+        with loader_by(path, 30, reader=reader, transforms=[LAYOUTS[sparse](torch.float64)]) as loader:
             check_epoch(loader, expected, sparse=sparse, tolerance=0)
     dataset = ChunkDataset(path, transforms=LAYOUTS[sparse](torch.float64))
     rows = [5, 199, 5, 0, 7]
@@ -279,7 +280,7 @@ def test_a_column_beyond_the_matrix_is_an_error(tmp_path, device):
     with h5py.File(path, "r+") as file:
         file["X/indices"][1234] = 300
     for options in ({}, {"resident": True}, {"transforms": [Csr()]}, {"reader": "h5py"}):
-        loader = ChunkLoader(path, 10, device=device, **options)
+        loader = loader_by(path, 10, device=device, **options)
         with pytest.raises(FileError, match=r"a\.h5: 'X' is damaged: it has an entry in column 300 of 300"):
             list(loader)
     with pytest.raises(FileError, match="column 300 of 300"):
@@ -312,7 +313,7 @@ def test_columns_of_others_are_checked_too(tmp_path, columns):
 def test_options_that_do_not_fit(tmp_path, options, message):
     path = write(tmp_path / "a.h5", random_matrix(20, 30, 5), scale=2.0, fields={"labels": np.arange(20)})
     with pytest.raises(OptionError, match=message):
-        ChunkLoader(path, 10, **options)
+        loader_by(path, 10, **options)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -431,7 +432,7 @@ def test_negative_columns_are_an_error(tmp_path):
     matrix.indices[5] = -3
     for options in ({}, {"transforms": [Csr()]}, {"reader": "h5py"}):
         with pytest.raises(FileError, match=r"an entry in column -\d+ of 40000"):
-            list(ChunkLoader(write_anndata(tmp_path / "a.h5", matrix), 20, **options))
+            list(loader_by(write_anndata(tmp_path / "a.h5", matrix), 20, **options))
 
 
 @pytest.mark.parametrize("part", ["data", "indices"])
@@ -476,10 +477,10 @@ def test_windows_of_lanes_and_of_padding_fit(tmp_path, reuse, sparse):
     matrix = scipy.sparse.csr_matrix((np.ones(len(indices), np.uint8), indices, np.append(0, np.cumsum(counts))))
     path = write(tmp_path / "a.h5", matrix, chunk_samples=8)
     options = {"reuse": reuse, "transforms": [LAYOUTS[sparse]()]}
-    loader = ChunkLoader(**ordered(path, 64, lanes=16, shuffle=False), **options)
+    loader = loader_by(**ordered(path, 64, lanes=16, shuffle=False), **options)
     assert sum(batch.shape[0] for (batch,) in loader) == 4096
     small = write(tmp_path / "b.h5", matrix[:50])
-    (batch,) = next(iter(ChunkLoader(**ordered(small, 256, pad=True, shuffle=False), **options)))
+    (batch,) = next(iter(loader_by(**ordered(small, 256, pad=True, shuffle=False), **options)))
     assert np.array_equal(dense(batch).numpy(), matrix[np.arange(256) % 50].toarray())
 
 

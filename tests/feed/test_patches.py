@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from support.loaders import loader_by
 from torch.utils.data import ConcatDataset, DataLoader
 
 import h5chunk
@@ -510,7 +511,7 @@ def test_patches_are_compared_with_checksums(tmp_path: Path, codec: str, reader:
         stored, chunk = file["images"][()], file["images"].id.get_chunk_info(0)
     for checksums in ("first", "always"):
         patches = h5chunk.Patches(path, {"x": "images"}, (6, 6, 6), positions=True, checksums=checksums)
-        for batch, positions in h5chunk.ChunkLoader(patches, 4, reader=reader):
+        for batch, positions in loader_by(patches, 4, reader=reader):
             for patch, (_, z, y, x) in zip(batch.numpy(), positions.tolist(), strict=True):
                 np.testing.assert_array_equal(patch, stored[z : z + 6, y : y + 6, x : x + 6])
     content = bytearray(path.read_bytes())
@@ -518,7 +519,7 @@ def test_patches_are_compared_with_checksums(tmp_path: Path, codec: str, reader:
     path.write_bytes(content)
     patches = h5chunk.Patches(path, {"x": "images"}, (6, 6, 6), checksums="first", per_volume=64)
     with pytest.raises(FileError, match="does not match its checksum"):
-        list(h5chunk.ChunkLoader(patches, 4, reader=reader))
+        list(loader_by(patches, 4, reader=reader))
 
 
 def test_patches_of_a_file_without_checksums(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from support.loaders import loader_by
 from torch.utils.data import DataLoader
 
 import h5chunk
@@ -69,7 +70,7 @@ def test_samples_of_a_flat_dataset_are_read_exactly_once(tmp_path: Path, storage
         assert dataset.sample_lengths.tolist() == LENGTHS.tolist() and len(dataset) == COUNT
         for options in ({"resident": False}, {"resident": True}, {"reader": "h5py"}):
             seen: list[int] = []
-            for batch in h5chunk.ChunkLoader(dataset, 8, **options):
+            for batch in loader_by(dataset, 8, **options):
                 _check(batch, values, seen)
             assert sorted(seen) == list(range(COUNT)) != seen
         (packed, starts), labels = dataset.with_transforms(Pack())[[7, 2, 50]]
@@ -129,7 +130,7 @@ def test_arrays_of_variable_length_are_read_without_hdf5(tmp_path: Path, storage
     dataset = h5chunk.ChunkDataset(_make_vlen(tmp_path / "a.h5", storage, block), fields=["values", "label"])
     for options in ({"reader": "direct", "resident": False}, {"reader": "h5py"}):
         seen = list[int]()
-        for (padded, lengths), labels in h5chunk.ChunkLoader(dataset, 8, **options):
+        for (padded, lengths), labels in loader_by(dataset, 8, **options):
             for row, length, label in zip(padded, lengths.tolist(), labels.tolist(), strict=True):
                 np.testing.assert_array_equal(row[:length], _vlen_sample(label))
             seen += labels.tolist()
@@ -211,7 +212,7 @@ def _check_nested(batch: Any, as_dict: bool) -> list[int]:
 @pytest.mark.parametrize("as_dict", [False, True])
 def test_nested_tensors(tmp_path: Path, options: dict[str, Any], as_dict: bool) -> None:
     dataset = _open(_make(tmp_path / "a.h5", "compressed"), transforms=Nested(), as_dict=as_dict)
-    with h5chunk.ChunkLoader(dataset, 8, **options) as loader:
+    with loader_by(dataset, 8, **options) as loader:
         assert sorted(label for batch in loader for label in _check_nested(batch, as_dict)) == list(range(COUNT))
         again = DataLoader(loader.dataset, 8, collate_fn=loader.collate_fn)
         assert [label for batch in again for label in _check_nested(batch, as_dict)] == list(range(COUNT))
@@ -393,8 +394,8 @@ def test_batches_on_a_gpu_are_those_on_the_cpu(
         for order in ({"batch_size": 8}, {"batch_elements": 60}, {"batch_size": 8, "bucket_batches": 3}):
             samplers = [h5chunk.ChunkSampler(dataset, **order) for _ in range(2)]
             options = {"transforms": transforms, "resident": resident}
-            expected = list(h5chunk.ChunkLoader(dataset, batch_sampler=samplers[0], **options))
-            with h5chunk.ChunkLoader(dataset, batch_sampler=samplers[1], device="cuda", **options) as loader:
+            expected = list(loader_by(dataset, batch_sampler=samplers[0], **options))
+            with loader_by(dataset, batch_sampler=samplers[1], device="cuda", **options) as loader:
                 for _ in range(2):
                     batches = [tuple(part.cpu() for part in batch) for batch in loader]
                     if loader.batch_sampler.order.epoch == 1:
@@ -410,8 +411,8 @@ def test_several_fields_on_a_gpu(tmp_path: Path, resident: bool) -> None:
     tables: Any = {"offsets": {"pt": "starts", "eta": "starts"}, "lengths": {"hits": "hits_of"}}
     dataset = h5chunk.ChunkDataset(_make_jets(tmp_path / "a.h5"), fields=["label", "pt", "eta", "hits"], **tables)
     options: Any = {"resident": resident, "transforms": {"eta": [Pack()]}}
-    with h5chunk.ChunkLoader(dataset, 8, device="cuda", **options) as loader:
-        for batch, expected in zip(loader, h5chunk.ChunkLoader(dataset, 8, **options), strict=True):
+    with loader_by(dataset, 8, device="cuda", **options) as loader:
+        for batch, expected in zip(loader, loader_by(dataset, 8, **options), strict=True):
             assert all(torch.equal(own.cpu(), other) for own, other in zip(batch, expected, strict=True))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.full_disk import largest_file
+from support.loaders import loader_by
 from support.object_server import bucket_server, disconnect, object_server
 from torch.utils.data import DataLoader
 
@@ -43,7 +44,7 @@ def served(*paths, **options):
 
 
 def batches(data, **options):
-    with h5chunk.ChunkLoader(data, 64, resident=False, **options) as loader:
+    with loader_by(data, 64, resident=False, **options) as loader:
         return [[field.clone() for field in batch] for _ in range(2) for batch in loader]
 
 

@@ -19,6 +19,7 @@ from support.faults import nth, watch
 from support.foreign import make_file
 from support.leftovers import descriptors, in_fork, nothing_is_left, reading_threads
 from support.loader_files import IMAGES, LABELS, N, epoch_of, large, path
+from support.loaders import loader_by
 from support.subsets import flat_epochs, subset_of_kind
 
 import h5chunk
@@ -36,12 +37,12 @@ WAIT_S = 30
 
 
 def load_whole(path, batch_size: int = 16, **options) -> ChunkLoader:
-    return ChunkLoader(path, batch_size, resident=True, **options)
+    return loader_by(path, batch_size, resident=True, **options)
 
 
 def in_order(path, batch_size: int = 16, epoch: int = 0, **options) -> list[list[int]]:
     """The batches of a loader that reads window by window."""
-    order = ChunkLoader(path, batch_size, resident=False, **options).order
+    order = loader_by(path, batch_size, resident=False, **options).order
     return [batch.tolist() for batch in replace(order, epoch=epoch).batches()]
 
 
@@ -341,7 +342,7 @@ def test_only_a_subset_is_kept(tmp_path, kind, reads):
 
 def flat_weighted(data: ChunkDataset, sampler: ChunkSampler, **options) -> list[list[float]]:
     sampler.set_epoch(0)
-    with ChunkLoader(data, batch_sampler=sampler, **options) as loader:
+    with loader_by(data, batch_sampler=sampler, **options) as loader:
         return [part.to_dense().reshape(-1).tolist() for batch in loader for part in batch]
 
 

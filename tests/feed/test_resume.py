@@ -14,6 +14,7 @@ import torch
 from support.foreign import make_file, values
 from support.leftovers import nothing_is_left
 from support.loader_files import IMAGES, LABELS, N, path
+from support.loaders import loader_by
 from support.matrices import random_matrix, write
 from support.orders import ordered
 from torch.utils.data import DataLoader
@@ -97,7 +98,7 @@ LOADERS = {  # options of the order, and of the loader
 
 def loader_of(path: Path, name: str, batch_size: int = 16, **options: Any) -> ChunkLoader:
     order, how = LOADERS[name]
-    return ChunkLoader(**ordered(path, batch_size, **{**ORDER, **order, **options}), **how)
+    return loader_by(**ordered(path, batch_size, **{**ORDER, **order, **options}), **how)
 
 
 def sampler_of(path: Path, batch_size: int = 16, **options: Any) -> ChunkSampler:
@@ -127,7 +128,7 @@ def test_rows_of_a_matrix(tmp_path, resident):
     path = write(tmp_path / "a.h5", matrix, chunk_samples=8)
 
     def make() -> ChunkLoader:
-        return ChunkLoader(**ordered(path, 10, seed=2, window_chunks=3), resident=resident)
+        return h5chunk.ChunkLoader(**ordered(path, 10, seed=2, window_chunks=3), resident=resident)
 
     with make() as loader:
         rows = [batch.clone() for (batch,) in loader]
@@ -146,7 +147,7 @@ def test_rows_of_a_matrix(tmp_path, resident):
 @pytest.mark.parametrize("options", [{"resident": False}, {"resident": True}, {"resident": False, "reuse": True}])
 def test_a_used_loader_loads_a_state(path, options):
     """Its threads are at another place, or the data is on the device already."""
-    with ChunkLoader(**ordered(path, 16, **ORDER), **options) as loader:
+    with loader_by(**ordered(path, 16, **ORDER), **options) as loader:
         epochs = [labels_of(iter(loader)) for _ in range(3)]
         loader.set_epoch(1)
         batches = iter(loader)
@@ -238,7 +239,7 @@ def test_saving_disturbs_nothing(make):
 
 def test_a_loader_whose_batches_are_counted_reads_on_at_the_seam(path):
     """As Lightning does: as many batches as it has are taken, and the end is never looked for."""
-    with ChunkLoader(**ordered(path, 16, **ORDER)) as loader:
+    with h5chunk.ChunkLoader(**ordered(path, 16, **ORDER)) as loader:
         expected = [labels_of(iter(loader)) for _ in range(2)]
         loader.set_epoch(0)
         first = iter(loader)
@@ -359,7 +360,7 @@ def test_another_world_size_goes_on(path, kind, tail):
             if kind == "sampler":
                 feed = ChunkSampler(ChunkDataset(path), 24 // world_size, **options)
             else:
-                feed = ChunkLoader(**ordered(path, 24 // world_size, **options))
+                feed = h5chunk.ChunkLoader(**ordered(path, 24 // world_size, **options))
             if state is not None:
                 feed.load_state_dict(state)
             batches = iter(feed)
@@ -498,7 +499,7 @@ def test_a_state_with_each_batch_looks_at_the_data_once(path, monkeypatch):
     monkeypatch.setattr(ChunkDataset, "fingerprint", property(lambda dataset: looks.append(1) or whole(dataset)))
     dataset = ChunkDataset(path).subset(range(50))
     sampler = ChunkSampler(dataset, 8, weights=np.ones(50))
-    with ChunkLoader(**ordered(dataset, 8, weights=np.ones(50))) as loader:
+    with h5chunk.ChunkLoader(**ordered(dataset, 8, weights=np.ones(50))) as loader:
         states = [
             (sampler.state_dict()["batch"], loader.state_dict()["batch"]) for _ in zip(sampler, loader, strict=True)
         ]

@@ -52,7 +52,7 @@ def test_a_loader_owns_where_and_how():
         "*shuffle": True, "*seed": 0, "*drop_last": False,
         "*transforms": None, "*as_dict": None,
         "*device": "cpu", "*memory_bytes": None, "*num_threads": None, "*resident": False,
-        "*reader": "auto", "*reuse": False, "*echo": 1, "*timeout": 120.0, "others": MISSING,
+        "*reuse": False, "*echo": 1, "*timeout": 120.0, "others": MISSING,
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from support.loaders import loader_by
 from support.scripts import needs_gpu
 
 import h5chunk
@@ -94,7 +95,7 @@ def test_windows_are_those_of_a_naive_reader_however_they_are_read(layout: str, 
         for got, value in zip(windows[number], values, strict=True):
             assert np.array_equal(got, value)
     for reader in ("auto", "h5py"):
-        loader = h5chunk.ChunkLoader(windows, 4, shuffle=False, reader=reader)
+        loader = loader_by(windows, 4, shuffle=False, reader=reader)
         batches = list(loader)
         for position in range(len(windows.fields)):
             got = torch.cat([batch[position] for batch in batches])
@@ -308,8 +309,8 @@ def test_frames_are_held_once_whatever_the_order(stride: int, device: str, tmp_p
     assert len(every) == len(windows) > 40
     some = windows.subset(np.arange(len(windows)) % 5 == 0)
     for options in ({}, {"reuse": True}, {"resident": True}, {"shuffle": False}, {"reader": "h5py"}):
-        assert anchors(h5chunk.ChunkLoader(windows, 8, device=device, **options)) == every
-        assert anchors(h5chunk.ChunkLoader(some, 8, device=device, **options)) == every[::5]
+        assert anchors(loader_by(windows, 8, device=device, **options)) == every
+        assert anchors(loader_by(some, 8, device=device, **options)) == every[::5]
     for window_chunks in (1, 3, 50):
         sampler = h5chunk.ChunkSampler(windows, 4, window_chunks=window_chunks, rank=0, world_size=1, lanes=2)
         assert anchors(h5chunk.ChunkLoader(windows, batch_sampler=sampler, device=device)) == every

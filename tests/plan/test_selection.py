@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.loader_files import LABELS, N, epoch_of, path  # noqa: F401
+from support.loaders import loader_by
 from support.matrices import dense, random_matrix, write
 from support.orders import ordered
 from torch.utils.data import DataLoader
@@ -77,7 +78,7 @@ def test_a_subset_by_every_reader(path, options, as_mask):  # noqa: F811
     part = ChunkDataset(path).subset(mask if as_mask else SUBSET)
     assert len(part) == 71 and part.samples.tolist() == sorted(SUBSET.tolist())
     sampler = ChunkSampler(part, 16, seed=4)
-    with ChunkLoader(part, 16, seed=4, **options) as loader:
+    with loader_by(part, 16, seed=4, **options) as loader:
         for _ in range(2):
             found = epoch_of(loader)
             assert found == [part[rows][1].tolist() for rows in sampler]

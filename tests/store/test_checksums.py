@@ -16,6 +16,7 @@ from support.csr_files import write_csr
 from support.faults import small, watch
 from support.foreign import make_file
 from support.leftovers import end_workers, nothing_is_left
+from support.loaders import loader_by
 from support.matrices import random_matrix, write
 from support.orders import ordered
 from torch.utils.data import DataLoader
@@ -113,7 +114,7 @@ def message(path: Path, name: str, chunk: int) -> str:
 
 def read_loader(path: Path | list[Path], mode: str, **options: Any) -> list[bytes]:
     """All samples, in the order of the file, by a `ChunkLoader`."""
-    with ChunkLoader(ChunkDataset(path, checksums=mode), 16, shuffle=False, **options) as loader:
+    with loader_by(ChunkDataset(path, checksums=mode), 16, shuffle=False, **options) as loader:
         return [as_bytes(batch) for batch in loader]
 
 
@@ -178,11 +179,9 @@ def test_first_checks_each_chunk_once_and_always_every_time(
     path.write_bytes(images.read_bytes())
     for name, chunk in (("images", 3), ("labels", -1)):
         with (
-            ChunkLoader(**ordered(ChunkDataset(path, checksums="first"), 16, window_chunks=1), reader=reader) as first,
-            ChunkLoader(
-                **ordered(ChunkDataset(path, checksums="always"), 16, window_chunks=1), reader=reader
-            ) as always,
-            ChunkLoader(**ordered(path, 16, window_chunks=1), reader=reader) as off,
+            loader_by(**ordered(ChunkDataset(path, checksums="first"), 16, window_chunks=1), reader=reader) as first,
+            loader_by(**ordered(ChunkDataset(path, checksums="always"), 16, window_chunks=1), reader=reader) as always,
+            loader_by(**ordered(path, 16, window_chunks=1), reader=reader) as off,
         ):
             epochs = [[as_bytes(batch) for batch in loader] for loader in (first, always, off)]
             assert epochs[0] == epochs[1] == epochs[2]
@@ -281,12 +280,12 @@ def test_several_files(images: Path, tmp_path: Path, reader: str) -> None:
     paths = [tmp_path / f"a{i}.h5" for i in range(2)]
     for each in paths:
         each.write_bytes(images.read_bytes())
-    with ChunkLoader(ChunkDataset(paths, checksums="first"), 16, reader=reader) as loader:
+    with loader_by(ChunkDataset(paths, checksums="first"), 16, reader=reader) as loader:
         assert sum(len(batch[0]) for batch in loader) == 2 * N
     for name in ("images", "labels"):
         flip(paths[1], name, -1)
         with (
-            ChunkLoader(ChunkDataset(paths, checksums="first"), 16, reader=reader) as loader,
+            loader_by(ChunkDataset(paths, checksums="first"), 16, reader=reader) as loader,
             pytest.raises(FileError, match=message(paths[1], name, -1)),
         ):
             list(loader)
@@ -324,7 +323,7 @@ def test_a_row_in_two_chunks_checks_both(matrix: Path, tmp_path: Path, reader: s
     for damaged in (chunk, chunk + 1):
         flip(path, "X/indices", damaged)
         with (
-            ChunkLoader(ChunkDataset(path, checksums="first").subset([row]), 1, reader=reader) as loader,
+            loader_by(ChunkDataset(path, checksums="first").subset([row]), 1, reader=reader) as loader,
             pytest.raises(FileError, match=message(path, "X/indices", damaged)),
         ):
             list(loader)

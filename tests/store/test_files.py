@@ -22,6 +22,7 @@ from support.faults import watch
 from support.file_sets import EVEN, IMAGES, UNEVEN, Sizes, make_set, total
 from support.foreign import chunk_table, make_file, read_epochs, values
 from support.leftovers import nothing_is_left
+from support.loaders import loader_by
 from support.orders import ordered, read_alone
 from torch.utils.data import DataLoader
 
@@ -89,7 +90,7 @@ def test_every_sample_once_the_same_by_every_reader(tmp_path_factory, sizes, bat
         assert sorted(flat(epoch)) == list(range(count))
         assert shuffle or flat(epoch) == list(range(count))
     for reader in ("direct", "h5py"):
-        with ChunkLoader(
+        with loader_by(
             **ordered(folder, batch_size, window_chunks=3, shuffle=shuffle, seed=seed), reader=reader
         ) as loader:
             assert [epoch_of(loader) for _ in range(2)] == epochs
@@ -103,9 +104,9 @@ def test_even_chunks_give_the_order_of_one_file(tmp_path: Path, options: dict[st
     reader = open_reader(tmp_path / "set")
     assert isinstance(reader, FileSet) and reader.chunk_starts is None and reader.chunk_samples == 8
     for window in (None, 3):
-        with ChunkLoader(**ordered(one, 24, window_chunks=window, **options)) as whole:
+        with h5chunk.ChunkLoader(**ordered(one, 24, window_chunks=window, **options)) as whole:
             expected = [epoch_of(whole) for _ in range(2)]
-        with ChunkLoader(**ordered(tmp_path / "set", 24, window_chunks=window, **options)) as loader:
+        with h5chunk.ChunkLoader(**ordered(tmp_path / "set", 24, window_chunks=window, **options)) as loader:
             assert [epoch_of(loader) for _ in range(2)] == expected
 
 
@@ -144,8 +145,8 @@ def test_batches_are_of_few_chunks(tmp_path: Path) -> None:
 
 def test_ranks_read_all_samples_once(paths: list[Path]) -> None:
     count = len(ChunkDataset(paths))
-    loaders = [ChunkLoader(**ordered(paths, 8, lanes=4, rank=rank, world_size=2)) for rank in range(2)]
-    alone = ChunkLoader(**ordered(paths, 16, lanes=4, rank=0, world_size=1))
+    loaders = [h5chunk.ChunkLoader(**ordered(paths, 8, lanes=4, rank=rank, world_size=2)) for rank in range(2)]
+    alone = h5chunk.ChunkLoader(**ordered(paths, 16, lanes=4, rank=0, world_size=1))
     parts = [epoch_of(loader) for loader in loaders]
     assert sorted(flat([*parts[0], *parts[1]])) == list(range(count))
     for mine, theirs, whole in zip(*parts, epoch_of(alone), strict=True):
@@ -159,7 +160,7 @@ def test_parts(paths: list[Path]) -> None:
     count = len(dataset)
     some = np.flatnonzero(np.arange(count) % 3 == 1)
     assert dataset.subset(some)[[0, 5]][1].tolist() == some[[0, 5]].tolist()
-    with ChunkLoader(**ordered(ChunkDataset(paths).subset(some), 10, window_chunks=2)) as loader:
+    with h5chunk.ChunkLoader(**ordered(ChunkDataset(paths).subset(some), 10, window_chunks=2)) as loader:
         assert sorted(flat(epoch_of(loader))) == some.tolist()
     parts = dataset.split((0.5, 0.3, 0.2), seed=2)
     assert sorted(np.concatenate([part.samples for part in parts])) == list(range(count))
@@ -167,7 +168,7 @@ def test_parts(paths: list[Path]) -> None:
         assert sorted(flat(epoch_of(loader))) == parts[1].samples.tolist()
     weights = np.zeros(count)
     weights[[3, count - 1]] = 1, 3
-    with ChunkLoader(**ordered(dataset, 10, weights=weights)) as loader:
+    with h5chunk.ChunkLoader(**ordered(dataset, 10, weights=weights)) as loader:
         drawn = flat(epoch_of(loader))
     assert len(drawn) == count and abs(drawn.count(3) - count / 4) < 1 and set(drawn) == {3, count - 1}
 
@@ -210,7 +211,7 @@ def test_each_chunk_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert num_chunks <= len(decoded) <= 1.1 * num_chunks
     for num_threads in (1, 3):
         decoded.clear()
-        read_alone(ChunkLoader(**ordered(dataset, 8, window_chunks=4), num_threads=num_threads))
+        read_alone(h5chunk.ChunkLoader(**ordered(dataset, 8, window_chunks=4), num_threads=num_threads))
         assert num_chunks <= len(decoded) <= 1.1 * num_chunks  # windows may cut chunks
 
 
@@ -315,7 +316,7 @@ def test_more_files_than_may_be_open(paths: list[Path], monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("reader", ["direct", "h5py"])
 def test_no_descriptor_left_for_a_file(paths: list[Path], reader: str) -> None:
-    loader = ChunkLoader(paths, 16, reader=reader)
+    loader = loader_by(paths, 16, reader=reader)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[Any] = []
     try:
@@ -409,7 +410,7 @@ def test_classes(converted: Callable[..., Path], tmp_path: Path, class_folder: C
 
 def test_states_go_on_through_another_reader(paths: list[Path]) -> None:
     def loader(**options: Any) -> ChunkLoader:
-        return ChunkLoader(**ordered(paths, 16, seed=3, window_chunks=3), **options)
+        return loader_by(**ordered(paths, 16, seed=3, window_chunks=3), **options)
 
     with loader() as whole:
         expected = epoch_of(whole)
@@ -420,7 +421,7 @@ def test_states_go_on_through_another_reader(paths: list[Path]) -> None:
         second.load_state_dict(state)
         assert batches + epoch_of(second) == expected
     with (
-        ChunkLoader(**ordered(paths[::-1], 16, window_chunks=3, seed=3)) as other,
+        h5chunk.ChunkLoader(**ordered(paths[::-1], 16, window_chunks=3, seed=3)) as other,
         pytest.raises(StateError, match="another file"),
     ):
         other.load_state_dict(state)
@@ -458,7 +459,7 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_file_that_changes(tmp_path: Path, reader: str, change: Callable[[Path], Any], when: str) -> None:
     paths = make_set(tmp_path / "set", EVEN)
-    loader = ChunkLoader(**ordered(ChunkDataset(paths, fields=["images"]), 8, window_chunks=1), reader=reader)
+    loader = loader_by(**ordered(ChunkDataset(paths, fields=["images"]), 8, window_chunks=1), reader=reader)
     batches = iter(loader)
     if when == "meanwhile":
         next(batches)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from support.faults import watch
 from support.foreign import make_file, values
 from support.leftovers import WAIT_S, in_fork, nothing_is_left
+from support.loaders import loader_by
 from support.matrices import LAYOUTS, check_epoch, dense, write, write_anndata
 from support.matrix_sets import CUTS, WHOLE, make_set
 from support.orders import ordered
@@ -61,7 +62,7 @@ def test_rows_are_those_of_the_whole(
         options = {"chunks": (50,), "maxshape": (None,), "compression": "gzip"}
     make_set(folder, "ours" if kind == "ours" else "anndata", (0, *sorted(cuts), 203), **options)
     how = {"reader": reader, "resident": resident, "transforms": [LAYOUTS[sparse]()]}
-    with ChunkLoader(**ordered(folder, batch_size, window_chunks=2), **how) as loader:
+    with loader_by(**ordered(folder, batch_size, window_chunks=2), **how) as loader:
         for _ in range(2):
             check_epoch(loader, WHOLE.toarray().astype(float), sparse=sparse, tolerance=1e-6)
     dataset = ChunkDataset(folder, transforms=LAYOUTS[sparse]())

@@ -15,12 +15,12 @@ import pytest
 import scipy.sparse
 import torch
 from support import odd_files as odd
+from support.loaders import loader_by
 from support.odd_files import CASES, DIRECT, HDF5, PARTS, REFUSED, Case, make
 from torch.utils.data import default_collate
 
 from h5chunk import ChunkDataset, info, verify
 from h5chunk.errors import FileError, H5ChunkError, OptionError
-from h5chunk.feed.loader import ChunkLoader
 from h5chunk.plan.repack import MemoryShares
 from h5chunk.store.hdf5 import chunk_table
 from h5chunk.store.read.field_readers import read_rows
@@ -44,7 +44,7 @@ def as_numpy(values: torch.Tensor) -> np.ndarray:
 
 def loaded(path: Path, reader: str, trusted: bool = False) -> np.ndarray:
     with quiet():
-        loader = ChunkLoader(ChunkDataset(path, trusted=trusted), 8, shuffle=False, reader=reader)
+        loader = loader_by(ChunkDataset(path, trusted=trusted), 8, shuffle=False, reader=reader)
     batches = [as_numpy(images) for (images,) in loader]
     return np.concatenate(batches) if batches else np.empty(0, np.uint16)
 

@@ -20,6 +20,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from support.loaders import loader_by
 from support.open_fields import OpenField
 
 import h5chunk
@@ -41,7 +42,7 @@ def overwrite(path: Path, add: int, **options: Any) -> None:
 
 
 def values_of(path: Path, reader: str = "auto") -> np.ndarray:
-    with h5chunk.ChunkLoader(path, 64, shuffle=False, reader=reader) as loader:
+    with loader_by(path, 64, shuffle=False, reader=reader) as loader:
         return np.concatenate([np.asarray(batch[0]).copy() for batch in loader])
 
 
@@ -55,11 +56,11 @@ STORAGES = [
 @pytest.mark.parametrize(("options", "reader"), STORAGES)
 def test_old_and_new_values_are_not_mixed(tmp_path: Path, options: Any, reader: str) -> None:
     path = save(tmp_path / "a.h5", 0, **options)
-    with h5chunk.ChunkLoader(path, 64, shuffle=False, reader=reader) as old:
+    with loader_by(path, 64, shuffle=False, reader=reader) as old:
         next(iter(old))
         overwrite(path, 100, **options)
         assert (values_of(path, reader)[:, 0] == np.arange(400) * 3 + 100).all()
-        with h5chunk.ChunkLoader(path, 64, shuffle=False, reader=reader) as second:
+        with loader_by(path, 64, shuffle=False, reader=reader) as second:
             next(iter(second))
             overwrite(path, 1000, **options)
             with pytest.raises(h5chunk.FileError, match="overwritten while data sets of an older version"):

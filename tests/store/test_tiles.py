@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from support.faults import small, watch
 from support.foreign import make_file, values
+from support.loaders import loader_by
 from support.open_fields import direct_field, open_field
 from support.orders import ordered
 
@@ -51,7 +52,7 @@ def test_the_loader_gives_what_hdf5_gives(tmp_path: Path, chunks: tuple[int, ...
     for window in (1, 3):
         found = []
         for reader in ("direct", "h5py"):
-            with h5chunk.ChunkLoader(**ordered(path, 16, window_chunks=window), reader=reader) as loader:
+            with loader_by(**ordered(path, 16, window_chunks=window), reader=reader) as loader:
                 found.append([[each.tolist() for each in batch] for _ in range(2) for batch in loader])
         assert found[0] == found[1]
         for pixels, numbers in h5chunk.ChunkLoader(path, 16):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.faults import small
 from support.foreign import make_file, values
+from support.loaders import loader_by
 from support.repack_files import check_same
 from torch.utils.data import DataLoader
 
@@ -47,7 +48,7 @@ def check_reads(path: Path, tmp_path: Path) -> None:
     names = ["number", *FIELDS]
     dataset = h5chunk.ChunkDataset(path, fields=names)
     batches = [
-        *h5chunk.ChunkLoader(h5chunk.ChunkDataset(path, fields=names), 10, reader="direct"),
+        *loader_by(h5chunk.ChunkDataset(path, fields=names), 10, reader="direct"),
         *DataLoader(dataset, 10),
     ]
     assert sorted(torch.cat([numbers for numbers, *_ in batches]).tolist()) == sorted([*range(N), *range(N)])

@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from support.loaders import loader_by
 from support.sample_sources import FIELDS, MemorySource, check_samples, job_of, values_of, write
 
 import h5chunk
@@ -192,7 +193,7 @@ def test_codes_outside_of_the_categories_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reader", ["direct", "h5py"])
 def test_fields_are_loaded(path: Path, reader: str) -> None:
     dataset = h5chunk.ChunkDataset(path, fields=["depth", "image", "age", "n"])
-    found = samples_by_number(h5chunk.ChunkLoader(dataset, 16, seed=1, reader=reader))
+    found = samples_by_number(loader_by(dataset, 16, seed=1, reader=reader))
     assert sorted(found) == list(range(COUNT))
     for number, (depth, image, age) in found.items():
         expected = values_of(number, FIELDS)

@@ -38,6 +38,7 @@ from support.mutations import Mutated, mutated, targets_of
 import h5chunk
 from h5chunk.errors import H5ChunkError, WorkerError
 from h5chunk.store.hdf5 import child
+from h5chunk.store.read.field_readers import reading
 from h5chunk.tools.repack.repack import repack
 
 PEAK_BYTES = 400 << 20
@@ -148,7 +149,9 @@ def through_hdf5(path: Path, **options: Any) -> list[np.ndarray]:
 def by_ranges(path: Path, **options: Any) -> list[np.ndarray]:
     """All samples by a ChunkLoader."""
     dataset = h5chunk.ChunkDataset(path, **options)
-    with h5chunk.ChunkLoader(dataset, BATCH, shuffle=False, num_threads=2, reader="direct") as loader:
+    with reading("direct"):
+        loader = h5chunk.ChunkLoader(dataset, BATCH, shuffle=False, num_threads=2)
+    with loader:
         batches = [batch for batch, _ in zip(loader, range(MAX_SAMPLES // BATCH), strict=False)]
         return [np.concatenate(parts) for parts in zip(*batches, strict=True)]
 

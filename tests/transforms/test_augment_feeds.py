@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.faults import as_worker
 from support.foreign import make_file, values
+from support.loaders import loader_by
 from torch.utils.data import DataLoader
 
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
@@ -78,7 +79,7 @@ def expected(dataset):
     ids=str,
 )
 def test_any_reader(dataset, expected, how):
-    assert by_sample(ChunkLoader(dataset, 7, seed=5, transforms=LIST, **how)) == expected
+    assert by_sample(loader_by(dataset, 7, seed=5, transforms=LIST, **how)) == expected
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -6,6 +6,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from support.loaders import loader_by
 from support.matrices import dense, random_matrix, write, write_anndata
 from torch.utils.data import DataLoader
 
@@ -33,7 +34,7 @@ def epoch_of(batches, numbers) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loaded(data, *transforms, batch_size=32, seed=0, **options):
-    loader = ChunkLoader(data, batch_size, seed=seed, transforms=list(transforms), **options)
+    loader = loader_by(data, batch_size, seed=seed, transforms=list(transforms), **options)
     with loader:
         numbers = list(loader.order.batches())
         return epoch_of(loader, numbers)

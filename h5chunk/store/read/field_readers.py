@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from h5chunk.errors import FileError, is_of_data, printable
+from h5chunk.errors import FileError, OptionError, is_of_data, printable
 from h5chunk.store.hdf5.chunk_table import NotDirect
 from h5chunk.store.hdf5.open import same_file
 from h5chunk.store.hdf5.types import element_of
@@ -25,11 +27,36 @@ from h5chunk.store.read.source import Source
 from h5chunk.store.read.stored import dataset_arrays, no_values
 from h5chunk.store.read.through_hdf5 import hdf5_arrays
 
+VARIABLE = "H5CHUNK_READER"
 AUTO, DIRECT, H5PY = "auto", "direct", "h5py"  # ways to read: the faster one, without HDF5, or only with HDF5
 WHOLE_ROW_BYTES = 1 << 10  # fields with rows of at most this size are kept in memory
 WHOLE_BYTES = 64 << 20  # unless the field is larger than this
 WINDOWS_COUNTED = 64  # windows from which the read amplification of a scattered field is estimated
 NOTABLE = 1.01  # read amplification above this is reported
+
+
+_way: ContextVar[str | None] = ContextVar("way", default=None)
+
+
+@contextmanager
+def reading(way: str) -> Iterator[None]:
+    """Read the fields that are opened in this context in a certain way, to compare the ways."""
+    token = _way.set(way)
+    try:
+        yield
+    finally:
+        _way.reset(token)
+
+
+def chosen_way() -> str:
+    """Return the way to read. Users may set the environment variable ``H5CHUNK_READER``, to find out what differs.
+
+    Raise OptionError if there is no such way.
+    """
+    way = _way.get() or os.environ.get(VARIABLE) or AUTO
+    if way not in (AUTO, DIRECT, H5PY):
+        raise OptionError(f"{VARIABLE} is {way!r}: set it to {AUTO!r}, {DIRECT!r} or {H5PY!r}, or unset it")
+    return way
 
 
 @dataclass
@@ -63,7 +90,7 @@ class Opening:
         element = element_of(item, f"{printable(path)}: {dataset!r}", member, decode)
         if not item.size:
             return no_values(path, full, file.number, item, element, axes)
-        reason = "requested by reader='h5py'"
+        reason = f"requested by {VARIABLE}={H5PY}"
         if self.way != H5PY:
             try:
                 if not same_file(item, file.file):
@@ -108,13 +135,14 @@ class OpenStored:
 
 
 def field_readers(
-    source: Source, way: str = AUTO, names: Collection[str] | None = None
+    source: Source, way: str | None = None, names: Collection[str] | None = None
 ) -> tuple[dict[str, FieldReader], dict[str, str]]:
     """Return the readers of a source's fields, and the reasons why some of them are read through HDF5.
 
-    ``names`` are the fields to read; default: all. Raises FileError if a file is damaged or was changed.
+    The default of ``way`` is `chosen_way`. ``names`` are the fields to read; default: all. Raises FileError if a file
+    is damaged or was changed.
     """
-    opening = Opening(BlockCache(), way)
+    opening = Opening(BlockCache(), chosen_way() if way is None else way)
     wanted = source.fields if names is None else names
     fields = source.field_readers(opening, wanted) if source.num_samples else {}
     opening.cache.limit_bytes = min(CACHE_BYTES, sum(each.kept_bytes for each in fields.values()))

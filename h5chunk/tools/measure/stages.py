@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from h5chunk.errors import count_text, human_bytes
+from h5chunk.store.read.field_readers import DIRECT, H5PY, reading
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.ragged import ImagesField
 from h5chunk.store.read.source import Source
@@ -212,8 +213,10 @@ def _batch_stages(subject: Subject, workers: Sequence[int], not_direct: str, cop
     text = next((name for name, field_ in subject.reader.fields.items() if field_.dtype.kind == "S"), None)
     why = f"field {text!r} holds strings, which only ChunkDataset reads" if text is not None else ""
     bound = (*cached, TO_DEVICE) if subject.on_gpu else cached
-    direct = loader(READERS, "direct", cached, why or not_direct, device="cpu", reader="direct", reuse=True)
-    h5py = loader(READERS, "h5py", cached, why, device="cpu", reader="h5py", reuse=True)
+    with reading(DIRECT):
+        direct = loader(READERS, "direct", cached, why or not_direct, device="cpu", reuse=True)
+    with reading(H5PY):
+        h5py = loader(READERS, "h5py", cached, why, device="cpu", reuse=True)
     plain = loader(LOADER, "reuse=False", bound, why)
     if subject.on_gpu:
         reuse = Stage(LOADER, "reuse=True", 1, note="same as reuse=False on a GPU")
