@@ -18,6 +18,7 @@ from PIL import Image
 from support.damaged_chunks import damage
 from support.flipped_bits import flip, places
 from support.foreign import make_file, values
+from support.loaders import loader_by
 from torch.utils.data import DataLoader
 
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler, Mix, convert
@@ -58,7 +59,7 @@ def checked(batches: Iterable[Any]) -> list[list[int]]:
 
 
 def loaded(dataset: ChunkDataset, epochs: int = 2, **options: Any) -> list[list[int]]:
-    with ChunkLoader(dataset, BATCH, **options) as loader:
+    with loader_by(dataset, BATCH, **options) as loader:
         return [numbers for _ in range(epochs) for numbers in checked(loader)]
 
 
@@ -222,7 +223,7 @@ def test_rows_that_point_outside(tmp_path, options):
     """As if the file had always been shorter. Rows without filters are read in another way than chunks."""
     images = np.repeat(IMAGES, 32, axis=1)
     made = make_file(tmp_path / "a.h5", labels=(np.arange(N), {}), images=(images, {}))
-    loader, strict = (ChunkLoader(opened(made, on_error=each), BATCH, **options) for each in ("skip", "raise"))
+    loader, strict = (loader_by(opened(made, on_error=each), BATCH, **options) for each in ("skip", "raise"))
     os.truncate(made, made.stat().st_size - 3 * images[0].nbytes)
     for each in (loader, strict):
         each._source.reader.stamp = stamp_of(made)
@@ -256,7 +257,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_images_that_cannot_be_decoded(photos, options):
     dataset = opened(photos, transforms=[RandomResizedCrop(16)])
     names, labels = dataset.source_names, dataset.values("labels")
-    with ChunkLoader(dataset, 8, **options) as loader:
+    with loader_by(dataset, 8, **options) as loader:
         found = [tuple(map(copy.deepcopy, batch)) for _ in range(2) for batch in loader]
         assert {sample.name for sample in loader.report.bad_samples} == {*names[[7, 33]]}
         assert loader.report.skipped == 2
@@ -307,7 +308,7 @@ def test_samples_are_not_replaced_by_longer_ones(tmp_path):
     )
     for options in ({}, {"reuse": True}):
         with ChunkLoader(dataset, batch_elements=400, **options) as loader:
-            for own, sizes, numbers in loader:
+            for (own, sizes), numbers in loader:
                 assert (sizes.numpy() == lengths[numbers]).all() and own.numel() <= 400
                 for row, size, number in zip(own, sizes, numbers, strict=True):
                     assert (row[:size] == number).all()

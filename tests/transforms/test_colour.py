@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.foreign import make_file, values
+from support.loaders import loader_by
 from torch.utils.data import DataLoader
 
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
@@ -202,7 +203,7 @@ def by_sample(*feeds: Any) -> dict[int, list[bytes]]:
 @pytest.mark.parametrize("how", [{"resident": True}, {"reader": "h5py"}, {"reuse": True}, {"num_threads": 1}], ids=str)
 def test_any_reader(dataset, name, how):
     expected = by_sample(ChunkLoader(dataset, 16, seed=5, transforms=LISTS[name], shuffle=False))
-    assert by_sample(ChunkLoader(dataset, 7, seed=5, transforms=LISTS[name], **how)) == expected
+    assert by_sample(loader_by(dataset, 7, seed=5, transforms=LISTS[name], **how)) == expected
 
 
 @pytest.mark.parametrize("name", LISTS)

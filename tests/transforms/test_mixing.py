@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.foreign import make_file, values
+from support.loaders import loader_by
 from torch.utils.data import DataLoader
 
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
@@ -66,7 +67,7 @@ def assert_equal(ones: Any, others: Any) -> None:
 @pytest.mark.parametrize("how", [{"resident": True}, {"reader": "h5py"}, {"reuse": True}, {"as_dict": True}], ids=str)
 def test_any_reader(dataset, name, how):
     expected = epoch(ChunkLoader(dataset, 16, seed=5, transforms=LISTS[name]))
-    feed = ChunkLoader(dataset, 16, seed=5, transforms=LISTS[name], **how)
+    feed = loader_by(dataset, 16, seed=5, transforms=LISTS[name], **how)
     found = epoch(map(dict.values, feed) if "as_dict" in how else feed)
     assert_equal(found, expected)
     plain = epoch(ChunkLoader(dataset, 16, seed=5, transforms=LISTS[name][:-1]))
