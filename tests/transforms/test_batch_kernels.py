@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from support.foreign import make_file, values
 
 import h5chunk
@@ -186,6 +187,30 @@ def test_gpu_equals_cpu(name: str, axes: str, resident: bool, tmp_path: Any) -> 
         for one, other in zip(expected, found, strict=True):
             for own, part in zip(one, other, strict=True):
                 assert own.dtype == part.dtype and torch.equal(own, part)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_images_of_any_size_on_a_gpu(tmp_path: Any) -> None:
+    folder = tmp_path / "photos"
+    for number in range(48):
+        (folder / str(number % 3)).mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(values((40 + number, 90 - number, 3), np.uint8))
+        image.save(folder / str(number % 3) / f"{number}.png")
+    h5chunk.convert(folder, tmp_path / "any.h5", keep_size=True)
+    mixing = RandomChoice([MixUp(num_classes=3), CutMix(num_classes=3)])
+    transforms = [RandomResizedCrop(32), JITTERS["all"], Normalize(0.4, 0.5), mixing]
+    epochs = []
+    for device in ("cpu", "cuda"):
+        with h5chunk.ChunkLoader(tmp_path / "any.h5", 16, device=device, transforms=transforms) as loader:
+            epochs += [[tuple(part.cpu() for part in batch) for batch in loader]]
+            loader.set_epoch(0)
+            if device == "cuda":
+                assert are_compiled(loader)
+                epochs += [[tuple(part.cpu() for part in batch) for batch in loader]]
+    for batches in zip(*epochs, strict=True):
+        for expected, *others in zip(*batches, strict=True):
+            assert all(torch.equal(expected, other) for other in others)
 
 
 @pytest.mark.gpu

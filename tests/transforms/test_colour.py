@@ -101,6 +101,16 @@ def test_each_change(step, factor):
         assert distance.max() <= 1 and distance.mean() < 0.02
 
 
+@pytest.mark.parametrize("step", STEPS)
+def test_each_change_of_torchvision(step):
+    functional = pytest.importorskip("torchvision.transforms.v2.functional")
+    images = torch.from_numpy(values((4, 3, 30, 30), np.uint8))
+    for factor in (-0.5, -0.2, 0.4) if step == "hue" else (0.0, 0.3, 0.9, 1.7, 20.0):
+        expected = getattr(functional, f"adjust_{step}")(images, factor)
+        distance = (ColorJitter(**{step: (factor, factor)})(images).int() - expected.int()).abs()
+        assert distance.max() <= 1 and distance.float().mean() < 0.03
+
+
 def drawn(jitter: ColorJitter, draws: Draws) -> np.ndarray:
     table = np.empty((len(draws.samples), 5), np.int32)
     jitter.draw(draws, table)

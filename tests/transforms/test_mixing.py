@@ -24,7 +24,7 @@ from h5chunk.transforms import (
     RandomResizedCrop,
     ToDtype,
 )
-from h5chunk.transforms.mixing import seeds_of_batches
+from h5chunk.transforms.mixing import Blend, seeds_of_batches
 
 N, CLASSES = 90, 7
 MIXUP = MixUp(alpha=0.4, num_classes=CLASSES)
@@ -124,6 +124,20 @@ def test_distribution(kind, alpha):
         numbers = np.unique([ones, others])
         steps = [np.searchsorted(np.sort(each), numbers, side="right") for each in (ones, others)]
         assert abs(steps[0] - steps[1]).max() < 0.08 * len(found)
+
+
+@pytest.mark.parametrize("kind", [MixUp, CutMix])
+def test_torchvision_s_own(kind, monkeypatch):
+    """The same results for the same weight, or box."""
+    v2 = pytest.importorskip("torchvision.transforms.v2")
+    images, labels, box = torch.rand(5, 3, 8, 9), torch.tensor([0, 3, 3, 1, 2]), (1, 2, 3, 4)
+    share = 0.3 if kind is MixUp else 1 - 12 / 72
+    theirs, ours = getattr(v2, kind.__name__)(num_classes=4), kind(num_classes=4)
+    drawn = {"lam": share, "lam_adjusted": share, "box": (2, 1, 6, 4)}
+    monkeypatch.setattr(type(theirs), "make_params", lambda *_: drawn)
+    monkeypatch.setattr(kind, "blend", lambda *_: Blend(share, None if kind is MixUp else box))
+    for found, expected in zip(ours(images, labels), theirs(images, labels), strict=True):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 def test_random_choice():
@@ -228,6 +242,18 @@ def test_strings_beside_them(tmp_path, num_workers):
     for images, found, labels in DataLoader(mixed, batch_size=16, num_workers=num_workers):
         assert images.dtype == torch.uint8 and len(images) == len(found) == len(labels)
         assert all((soft[int(name[1:]) % CLASSES] > 0) for name, soft in zip(found, labels, strict=True))
+
+
+def test_repeated_samples(dataset):
+    """Batches that begin with a repeated sample are mixed differently, and alike for both ways of reading."""
+    weights, transforms = np.where(np.arange(N) % 8 == 0, 30.0, 0.2), [NORMALIZE, MixUp(num_classes=CLASSES)]
+    mixed = dataset.with_transforms(transforms)
+    loader, other = (ChunkSampler(data, 4, seed=5, weights=weights) for data in (dataset, mixed))
+    expected = list(ChunkLoader(dataset, batch_sampler=loader, transforms=transforms))
+    assert_equal(list(DataLoader(mixed, batch_sampler=other)), expected)
+    first = [int(numbers[0]) for _, _, numbers in expected]
+    shares = [labels[labels > 0].min().item() for _, labels, _ in expected if labels.max() < 1]
+    assert len(set(first)) < len(first) and len(set(shares)) == len(shares)
 
 
 def test_functions_come_before(dataset):
