@@ -22,7 +22,7 @@ import torch
 
 import h5chunk
 from h5chunk.transforms import HoldOut
-from h5chunk.transforms.csr import make_csr
+from h5chunk.transforms.segments import make_csr
 
 LIKED, LEAST_LIKES = 4.0, 5  # lowest rating of a like, and fewest likes of a user, as in the paper
 HELD_OUT = 10_000  # number of users for validation, and for the test, as for ML-20M

@@ -36,7 +36,7 @@ from h5chunk.store.read.samples import CsrBuffers
 from h5chunk.store.read.source import Source
 from h5chunk.store.read.windows import WindowReader
 from h5chunk.transforms.csr import Allocate, CsrRows, SampleNumbers
-from h5chunk.transforms.hold_out import as_array
+from h5chunk.transforms.segments import as_array
 
 ALIGNMENT = 512  # alignment of an array in a slot's buffer
 BYTES = 256  # number of different values of a byte

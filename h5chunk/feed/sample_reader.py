@@ -52,11 +52,11 @@ from h5chunk.transforms import (
 )
 from h5chunk.transforms.any_size import whole_images
 from h5chunk.transforms.converter import Loaded, loaded
-from h5chunk.transforms.csr import CsrRows, fresh, make_csr
-from h5chunk.transforms.hold_out import as_array
+from h5chunk.transforms.csr import CsrRows, fresh
 from h5chunk.transforms.images import convert
 from h5chunk.transforms.mixing import Mixer, split_mixing
 from h5chunk.transforms.pairs import Items, Kind, is_packed, num_tensors
+from h5chunk.transforms.segments import as_array, make_csr
 
 SMALL_FIELD_BYTES = 8 << 20  # fields of at most this size, with small rows, are kept in memory
 

@@ -66,7 +66,8 @@ from h5chunk.transforms.mixing import MIXING, CutMix, MixUp, RandomChoice
 from h5chunk.transforms.normalize import Normalize, ToDtype
 from h5chunk.transforms.per_sample import NO_NUMBERS, per_sample
 from h5chunk.transforms.ragged import LENGTH_TRANSFORMS, Nested, Pack, Pad, RaggedConverter
-from h5chunk.transforms.rows import L2, ROW_TRANSFORMS, Allocate, Binarize, Csr, Dense, Log1p, RowConverter
+from h5chunk.transforms.rows import ROW_TRANSFORMS, Allocate, Csr, Dense, RowConverter
+from h5chunk.transforms.values import L2, Binarize, Log1p
 
 __all__ = [
     "L2",

@@ -21,8 +21,9 @@ import torch
 
 from h5chunk.native import cuda
 from h5chunk.native.augment import BOX_HEIGHT, DOWN, ERASED, FULL_HEIGHT, HEIGHT, LEFT, TOP
-from h5chunk.transforms.csr import CsrRows, SampleNumbers, ValueRule
+from h5chunk.transforms.csr import CsrRows, SampleNumbers
 from h5chunk.transforms.kernel_cache import ALIGNED, bits_of, path_of, prepared
+from h5chunk.transforms.values import ValueRule
 
 FEWEST_NUMBERS = 4 << 20  # in a smaller batch, launching the kernel takes longer than torch.addcmul; scripts/LOG.md
 MAX_CHANNELS = 16  # a program holds all channels of its pixels

@@ -12,8 +12,8 @@ from h5chunk.machine import KeptThreads
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.source import Source
 from h5chunk.transforms.compiled import Compiling
-from h5chunk.transforms.hold_out import as_array
 from h5chunk.transforms.pairs import Kind
+from h5chunk.transforms.segments import as_array
 
 Converted = torch.Tensor | tuple[torch.Tensor, ...]  # a batch of a field: one tensor, or the two of a `Kind`
 

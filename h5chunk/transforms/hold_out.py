@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from h5chunk.errors import OptionError
-from h5chunk.transforms.csr import Entries, make_csr, scatter
+from h5chunk.transforms.csr import Entries, scatter
+from h5chunk.transforms.segments import (
+    Array,
+    as_tensor,
+    converted,
+    library,
+    make_csr,
+    of_device,
+    row_of_each,
+    starts_of,
+    up_to,
+)
 
-Array = Any  # arrays of NumPy on the host, of torch on a GPU
 MAX_SEED = (1 << 62) - 1
 ROUNDING = 1e-9  # added before rounding down, because 0.29 * 100 is 28.999999999999996
 
@@ -82,13 +91,11 @@ class HoldOut:
 
     def part(self, entries: Entries, epoch: int) -> tuple[Entries, Entries]:
         """Split entries into inputs and held-out targets, in their original order."""
-        counts, columns, values = (
-            as_array(tensor) if tensor.device.type == "cpu" else tensor for tensor in entries[1:]
-        )
-        rows, exists = _row_of_each(counts), values != 0
+        counts, columns, values = map(of_device, entries[1:])
+        rows, exists = row_of_each(counts), values != 0
         if not exists.all():
             rows, columns, values = rows[exists], columns[exists], values[exists]
-            counts = (np if isinstance(rows, np.ndarray) else torch).bincount(rows, minlength=len(counts))
+            counts = library(rows).bincount(rows, minlength=len(counts))
         held, num_held = self._held(rows, columns, counts, epoch)
         stays = ~held
         return (
@@ -99,65 +106,34 @@ class HoldOut:
     def _held(self, rows: Array, columns: Array, counts: Array, epoch: int) -> tuple[Array, Array]:
         """Return whether each entry is held out, and the number of held-out entries per row."""
         ends = counts.cumsum(0)
-        position = _up_to(rows) - (ends - counts)[rows]  # position within the row
+        position = up_to(len(rows), rows) - (ends - counts)[rows]  # position within the row
         if self.last is not None:
             num_held = (counts - 1).clip(0, self.last)
             return counts[rows] - position <= num_held[rows], num_held
         keys = _keys(rows, columns, ends, counts, _mix_number(self.seed, epoch * self.each_epoch))
         rank = position + 0
-        rank[_argsort(rows << 32 | keys & 0xFFFFFFFF)] = position
-        on_host = isinstance(counts, np.ndarray)
-        exact = (counts.astype(np.float64) if on_host else counts.double()) * self.fraction + ROUNDING
-        num_held = exact.astype(np.int64) if on_host else exact.long()
+        order = rows << 32 | keys & 0xFFFFFFFF
+        rank[order.argsort(kind="stable") if isinstance(order, np.ndarray) else order.argsort(stable=True)] = position
+        num_held = converted(converted(counts, torch.float64) * self.fraction + ROUNDING, torch.int64)
         return rank < num_held[rows], num_held
 
 
-def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a view of a CPU tensor as an array; values of types that NumPy lacks, such as bfloat16, become their bits.
-
-    NumPy computes with it in one thread: torch's threads would wait for each other on busy cores.
-    """
-    has_bits = tensor.dtype.is_floating_point and (tensor.itemsize == 1 or tensor.dtype == torch.bfloat16)
-    return (tensor.view(torch.int16 if tensor.itemsize == 2 else torch.uint8) if has_bits else tensor).numpy()
-
-
-def _up_to(like: Array) -> Array:
-    """Return 0, 1, 2, ... with the length, library and device of another array."""
-    return np.arange(len(like)) if isinstance(like, np.ndarray) else torch.arange(len(like), device=like.device)
-
-
-def _row_of_each(counts: Array) -> Array:
-    """Return the row number of each entry."""
-    if isinstance(counts, np.ndarray):
-        return np.repeat(_up_to(counts), counts)
-    return torch.repeat_interleave(_up_to(counts), counts)
-
-
-def _argsort(keys: Array) -> Array:
-    return np.argsort(keys, kind="stable") if isinstance(keys, np.ndarray) else torch.argsort(keys, stable=True)
-
-
 def _entries(counts: Array, columns: Array, values: Array, dtype: torch.dtype) -> Entries:
-    if isinstance(counts, np.ndarray):
-        counts, columns, values = map(torch.from_numpy, (counts, columns, values))
-    starts = torch.zeros(len(counts) + 1, dtype=columns.dtype, device=counts.device)
-    starts[1:] = counts.cumsum(0)
-    return Entries(starts, counts, columns, values.view(dtype))
+    starts, counts, columns, values = map(as_tensor, (starts_of(counts), counts, columns, values))
+    return Entries(starts.to(columns.dtype), counts, columns, values.view(dtype))
 
 
 def _entries_of(batch: torch.Tensor) -> Entries:
     """Return the entries of a dense batch that are not zero."""
-    flat: Array = as_array(batch.reshape(-1)) if batch.device.type == "cpu" else batch.reshape(-1)
+    flat = of_device(batch.reshape(-1))
     positions = flat.nonzero()[0] if isinstance(flat, np.ndarray) else flat.nonzero()[:, 0]
-    xp = np if isinstance(flat, np.ndarray) else torch
-    counts = xp.bincount(positions // batch.shape[1], minlength=len(batch))
+    counts = library(flat).bincount(positions // batch.shape[1], minlength=len(batch))
     return _entries(counts, positions % batch.shape[1], flat[positions], batch.dtype)
 
 
 def _keys(rows: Array, columns: Array, ends: Array, counts: Array, seed: int) -> Array:
     """Return a random number per entry: a function of the seed, the column, and all columns of the row."""
-    columns = columns.astype(np.int64) if isinstance(columns, np.ndarray) else columns.long()
-    mixed = _mix(columns ^ seed)
+    mixed = _mix(converted(columns, torch.int64) ^ seed)
     sums = mixed.cumsum(0)  # overflows wrap around, and so do differences of sums
     firsts = (ends - counts)[rows]
     of_rows = sums[ends[rows] - 1] - sums[firsts] + mixed[firsts]

@@ -14,9 +14,9 @@ from h5chunk.errors import OptionError
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.ragged import SeriesField
 from h5chunk.transforms.converter import Converter
-from h5chunk.transforms.csr import _SAME_SIZE, Allocate, CsrRows
-from h5chunk.transforms.hold_out import as_array
+from h5chunk.transforms.csr import Allocate, CsrRows
 from h5chunk.transforms.pairs import NESTED, PACKED, PADDED, Kind, is_packed
+from h5chunk.transforms.segments import SAME_SIZE, as_array, positions_of, starts_of
 
 
 class _Lengths:
@@ -97,8 +97,7 @@ class RaggedConverter(Converter):
         rows, counts = samples, samples.host_counts
         lengths = torch.from_numpy(counts // self._step_items)
         if is_packed(self.pair):
-            offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-            torch.cumsum(lengths, 0, out=offsets[1:])
+            offsets = torch.from_numpy(starts_of(lengths.numpy()))
             return self._packed(rows, counts, keep).view(-1, *self._step), offsets.to(rows.starts.device)
         longest = int(lengths.max()) if len(lengths) else 0
         if rows.starts.device.type != "cpu":
@@ -119,7 +118,7 @@ class RaggedConverter(Converter):
             return self._packed_on_gpu(rows, torch.from_numpy(counts // self._step_items))
         values = self._allocate((total,), self.dtype)
         out, source, done = as_array(values), as_array(rows.indices), 0
-        firsts = rows.host_starts[rows.host_numbers]
+        firsts = rows.host_firsts
         for first, count in zip(firsts.tolist(), counts.tolist(), strict=True):
             out[done : done + count] = source[first : first + count]
             done += count
@@ -127,15 +126,12 @@ class RaggedConverter(Converter):
 
     def _packed_on_gpu(self, rows: CsrRows, lengths: torch.Tensor) -> torch.Tensor:
         firsts, steps = self._on_gpu(rows)
-        counts, total = lengths.to(firsts.device), int(lengths.sum())
-        shifts = firsts - (torch.cumsum(counts, 0) - counts)
-        positions = torch.repeat_interleave(shifts, counts, output_size=total)
-        return steps[positions + torch.arange(total, device=positions.device)].view(self.dtype)
+        return steps[positions_of(firsts, lengths.to(firsts.device), int(lengths.sum()))].view(self.dtype)
 
     def _padded(self, rows: CsrRows, counts: np.ndarray, longest: int) -> torch.Tensor:
         padded = self._allocate((len(counts), longest), self.dtype)
         out, source, padding = as_array(padded), as_array(rows.indices), as_array(self._padding)
-        firsts = rows.host_starts[rows.host_numbers]
+        firsts = rows.host_firsts
         for row, first, count in zip(out, firsts.tolist(), counts.tolist(), strict=True):
             row[:count] = source[first : first + count]
             row[count:] = padding
@@ -153,8 +149,8 @@ class RaggedConverter(Converter):
 
     def _on_gpu(self, rows: CsrRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the first step of each selected row, and all steps as integers, as torch does not index uint16."""
-        firsts = torch.from_numpy(rows.host_starts[rows.host_numbers] // self._step_items)
-        steps = rows.indices.view(_SAME_SIZE[self.dtype.itemsize]).view(-1, self._step_items)
+        firsts = torch.from_numpy(rows.host_firsts // self._step_items)
+        steps = rows.indices.view(SAME_SIZE[self.dtype.itemsize]).view(-1, self._step_items)
         return firsts.to(rows.starts.device), steps
 
 

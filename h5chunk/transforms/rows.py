@@ -1,7 +1,6 @@
-"""Transforms of matrix rows: values (`Binarize`, `L2`, `Log1p`) and layout (`Dense`, `Csr`).
+"""Make batches of the rows of a matrix, dense (`Dense`) or sparse (`Csr`).
 
-A missing entry is a zero, and all transforms of values keep zeros. So they give the same result before and after
-`Dense` or `Csr`, and are computed only on the entries; on a GPU, in the kernel that makes rows dense.
+`h5chunk.transforms.values` computes their values.
 """
 
 from __future__ import annotations
@@ -23,25 +22,20 @@ from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.transforms.compiled import DenseKernel
 from h5chunk.transforms.converter import Converted, Converter, Loaded, loaded
 from h5chunk.transforms.csr import (
-    NUM_CODES,
     Allocate,
-    CsrArithmetic,
     CsrRows,
-    DenseArithmetic,
     Entries,
-    RowArithmetic,
     Share,
-    ValueRule,
     alone,
-    dense_values,
     entries_of,
     index_dtype,
-    make_csr,
     scatter,
     scatter_natively,
 )
 from h5chunk.transforms.hold_out import HoldOut
 from h5chunk.transforms.pairs import HELD_OUT, num_tensors
+from h5chunk.transforms.segments import make_csr
+from h5chunk.transforms.values import L2, Binarize, Log1p, ValueTransform, dense_values, make_rule
 
 DENSE_THREADS = 4  # threads that make batches dense on the host
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -87,75 +81,6 @@ class Csr(_Layout):
         return csr.to(self.dtype)
 
 
-class _Values:
-    """Base class of value transforms, which can also be called as a function of a batch."""
-
-    def on_values(self, values: Any, rows: RowArithmetic) -> Any:
-        raise NotImplementedError
-
-    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-        if batch.layout != torch.sparse_csr:
-            return self.on_values(batch, DenseArithmetic()).to(batch.dtype)
-        starts = batch.crow_indices()
-        values = self.on_values(batch.values(), CsrArithmetic(starts.diff())).to(batch.dtype)
-        return make_csr(starts, batch.col_indices(), values, (len(batch), batch.shape[1]))
-
-
-@dataclass(frozen=True)
-class Binarize(_Values):
-    """Set values at or above a threshold to 1, and others to 0; a CSR batch keeps these zeros as entries.
-
-    Parameters
-    ----------
-    threshold : float
-        The smallest value that becomes 1, above 0.
-    """
-
-    threshold: float
-
-    def __post_init__(self) -> None:
-        if not _is_positive(self.threshold):
-            raise OptionError(
-                f"Binarize: threshold is {self.threshold!r}: pass the smallest value that becomes 1, a number above 0"
-            )
-
-    def on_values(self, values: Any, rows: RowArithmetic) -> Any:
-        found = values >= self.threshold
-        return found.to(values.dtype) if isinstance(values, torch.Tensor) else found.astype(values.dtype)
-
-
-@dataclass(frozen=True)
-class L2(_Values):
-    """Divide each row by its Euclidean length; rows of length 0 do not change."""
-
-    def on_values(self, values: Any, rows: RowArithmetic) -> Any:
-        return rows.scaled(values, rows.reciprocal(rows.lengths(values), 0.0))
-
-
-@dataclass(frozen=True)
-class Log1p(_Values):
-    """Replace each value by ``log(1 + value)``, as is usual for gene counts of cells.
-
-    Parameters
-    ----------
-    target_sum : float, optional
-        First scale each row to this sum, as scanpy's ``normalize_total`` does; rows with a sum of 0 do not change.
-        Default: no scaling.
-    """
-
-    target_sum: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.target_sum is not None and not _is_positive(self.target_sum):
-            raise OptionError(f"Log1p: target_sum is {self.target_sum!r}: pass a number above 0, or None")
-
-    def on_values(self, values: Any, rows: RowArithmetic) -> Any:
-        if self.target_sum is not None:
-            factors = rows.reciprocal(rows.sums(values), 1 / self.target_sum) * self.target_sum
-            values = rows.scaled(values, factors)
-        return torch.log1p(values) if isinstance(values, torch.Tensor) else np.log1p(values)
-
-
 ROW_TRANSFORMS = (Dense, Csr, Binarize, L2, Log1p, HoldOut)
 
 
@@ -172,7 +97,7 @@ class RowConverter(Converter):
 
     def __init__(self, transforms: Sequence[Any], field: MatrixField | Field, allocate: Allocate) -> None:
         layout = next((transform for transform in transforms if isinstance(transform, (Dense, Csr))), Dense())
-        steps = tuple(transform for transform in transforms if isinstance(transform, _Values))
+        steps = tuple(transform for transform in transforms if isinstance(transform, ValueTransform))
         _check_fit(layout, steps, field)
         self.dtype, self._field, self._allocate = layout.dtype, field, allocate
         self.makes_csr = isinstance(layout, Csr)
@@ -182,7 +107,7 @@ class RowConverter(Converter):
         self.is_uncut = self.makes_csr or self.hold_out is not None
         self.whole_by = "Csr" if self.makes_csr else ""
         self.num_columns = math.prod(field.sample_shape)
-        self.rule = _rule(field, self.dtype, steps)
+        self.rule = make_rule(field, self.dtype, steps)
         self.sample_bytes = self.num_columns * self.dtype.itemsize
         if self.makes_csr and isinstance(field, MatrixField):
             per_row = field.num_entries / max(1, field.num_rows)
@@ -241,12 +166,12 @@ class RowConverter(Converter):
     def _copied(self, rows: CsrRows) -> Loaded | None:
         """Return the starts, columns and values of a CSR batch, if their stored values can be copied natively."""
         rule = self.rule
-        is_copy = self.makes_csr and self.hold_out is None and not rule.steps and rule.is_direct(rows, self.dtype)
-        if not is_copy or not native.available():
+        is_stored = not rule.steps and rule.is_direct(rows.values, self.dtype)
+        if not (self.makes_csr and self.hold_out is None and is_stored and native.available()):
             return None
         total, numbers = int(rows.host_counts.sum()), rows.host_numbers
         dtype = index_dtype(self.num_columns, total)
-        source = rows.natively(rule.table_of(rows, self.dtype))
+        source = rows.natively(rule.table_of(rows.values, self.dtype))
 
         def copy(tensors: Sequence[torch.Tensor]) -> None:
             source.copy(numbers, dtype.itemsize, *(tensor.data_ptr() for tensor in tensors))
@@ -298,24 +223,7 @@ def _example(matrix: MatrixField, device: torch.device) -> CsrRows:
     return CsrRows(torch.from_numpy(starts), starts, columns, values).to(device)
 
 
-def _rule(field: MatrixField | Field, dtype: torch.dtype, steps: tuple[_Values, ...]) -> ValueRule:
-    """Create the value rule of a field; for stored bytes, the table of values includes the leading steps."""
-    pattern = isinstance(field, MatrixField) and field.value_dtype is None
-    if not pattern and field.dtype != np.uint8:
-        if steps and isinstance(steps[0], Binarize):
-            threshold = float(field.dtype.type(steps[0].threshold)) if field.dtype.kind == "f" else steps[0].threshold
-            return ValueRule(None, threshold, 1.0, steps[1:], dtype)
-        return ValueRule(None, None, 1.0, steps, dtype)
-    values = np.arange(NUM_CODES) / (field.scale or 1.0)
-    while steps and (isinstance(steps[0], Binarize) or steps[0] == Log1p()):
-        values = steps[0].on_values(values, None)  # these steps do not depend on rows
-        steps = steps[1:]
-    rule = ValueRule(None, None, float(values[1]), steps, dtype)
-    table = torch.from_numpy(values).to(rule.work_dtype).numpy()
-    return ValueRule(table, None, float(table[1]), steps, dtype)
-
-
-def _check_fit(layout: Dense | Csr, steps: tuple[_Values, ...], field: MatrixField | Field) -> None:
+def _check_fit(layout: Dense | Csr, steps: tuple[ValueTransform, ...], field: MatrixField | Field) -> None:
     dtype = layout.dtype
     if isinstance(layout, Csr) and not isinstance(field, MatrixField):
         raise OptionError(f"Csr is for sparse rows, but field {field.name!r} has dense ones: use Dense")
@@ -330,8 +238,3 @@ def _check_fit(layout: Dense | Csr, steps: tuple[_Values, ...], field: MatrixFie
             f"{layout} cannot represent all values of field {field.name!r} ({field.dtype}"
             f"{'' if scale == 1 else f' over {scale:g}'}): pass a floating dtype, or Binarize"
         )
-
-
-def _is_positive(value: object) -> bool:
-    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    return number and 0 < float(value) < math.inf  # type: ignore[arg-type]

@@ -13,16 +13,14 @@ import torch
 
 from h5chunk.transforms.compiled import DenseKernel
 from h5chunk.transforms.csr import (
-    NUM_CODES,
     CsrRows,
     Entries,
     SampleNumbers,
-    ValueRule,
     entries_of,
-    make_csr,
     scatter,
 )
-from h5chunk.transforms.rows import L2
+from h5chunk.transforms.segments import make_csr
+from h5chunk.transforms.values import L2, NUM_CODES, ValueRule
 from peers.sparse.matrix import Source
 
 Make = Callable[[int], torch.Tensor]  # makes batch i, or several batches at once
