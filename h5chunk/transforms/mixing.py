@@ -42,6 +42,9 @@ class Blend(NamedTuple):
     box: tuple[int, int, int, int] | None = None
 
 
+NOTHING = Blend(1.0, (0, 0, 0, 0))  # for a batch of one sample, or none
+
+
 @dataclass(frozen=True)
 class Mixing:
     """Base class of `MixUp` and `CutMix`, which mix each sample with the one before it in the batch."""
@@ -276,10 +279,13 @@ class Mixer:
         """Mix a batch, with the random numbers of its ``seeds``. Without these, random numbers are torch's."""
         mixed = list(tensors)
         images, labels = (tensors[place] for place in self.places)
+        num_classes = check_batch(self.transform, images, labels)
         random = _random_of_torch() if seeds is None else Random(seeds)
+        blend = self.transform.blend(random, images, self._axis) if len(images) > 1 else NOTHING
         if self._kernel is None and MixKernel.suits(images, labels):
-            self._kernel = MixKernel(self.transform, images, labels, self._axis)
-        made = mix(self.transform, images, labels, random, self._axis, self._allocate, self._kernel)
+            self._kernel = MixKernel(num_classes, images, labels, self._axis)
+        made = None if self._kernel is None else self._kernel(blend, images, labels)
+        made = made or mix(blend, images, labels, num_classes, self._axis, self._allocate)
         for place, tensor in zip(self.places, made, strict=True):
             mixed[place] = tensor
         return tuple(mixed)
@@ -329,23 +335,9 @@ def _labels_of(transform: AnyMixing, name: str, fields: Mapping[str, Any]) -> st
 
 
 def mix(
-    transform: AnyMixing,
-    images: torch.Tensor,
-    labels: torch.Tensor,
-    random: Random,
-    axis: int,
-    allocate: Allocate = fresh,
-    kernel: MixKernel | None = None,
+    blend: Blend, images: torch.Tensor, labels: torch.Tensor, num_classes: int, axis: int, allocate: Allocate = fresh
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mixed images and labels in new memory. ``axis`` is the axis of channels in the images' samples."""
-    num_classes = _check_batch(transform, images, labels)
-    if not len(images):
-        return images, torch.zeros(0, num_classes, device=labels.device)
-    blend = transform.blend(random, images, axis)
-    if kernel is not None and (mixed := kernel(blend, images, labels)) is not None:
-        return mixed
-    if len(images) == 1:
-        return images, blend_labels(Blend(1.0), labels, num_classes)
     out = _empty_like(images, allocate)
     blend_with_torch(blend, images, out, axis)
     return out, blend_labels(blend, labels, num_classes)
@@ -358,23 +350,25 @@ class MixKernel(Compiling):
     because waiting for the GPU would take long: they become NaN, and the next batch raises OptionError.
     """
 
-    def __init__(self, transform: AnyMixing, images: torch.Tensor, labels: torch.Tensor, axis: int) -> None:
+    def __init__(self, num_classes: int, images: torch.Tensor, labels: torch.Tensor, axis: int) -> None:
         height, width = _sides(images, axis) if images.ndim > 2 else (1, 1)
         memory, inner = _in_memory(images), 1  # elements of a pixel that are neighbours in memory
         if memory is not images or (images.ndim > 3 and axis == images.ndim - 2):
             inner = memory.shape[-1]
-        self._num_classes = int(labels.shape[1] if labels.ndim == 2 else transform.num_classes or 0)
-        self._options = {
-            "sample_size": images[0].numel(),
-            "inner": inner,
-            "columns": width,
-            "lines": height,
-            "num_classes": self._num_classes,
-            "is_index": labels.ndim == 1,
-            "block": BLOCK,
-            "num_warps": WARPS,
-            "enable_fp_fusion": False,
-        }
+        self._num_classes, self._options = (
+            num_classes,
+            {
+                "sample_size": images[0].numel(),
+                "inner": inner,
+                "columns": width,
+                "lines": height,
+                "num_classes": num_classes,
+                "is_index": labels.ndim == 1,
+                "block": BLOCK,
+                "num_warps": WARPS,
+                "enable_fp_fusion": False,
+            },
+        )
         self._like, self._device = self._signature(images, labels), images.device
         self._wrong = torch.zeros(1, dtype=torch.int64, pin_memory=self._device.type == "cuda")  # a wrong label, or 0
         self._launches: dict[bool, cuda.Launch | None] = {}  # with and without a box
@@ -428,8 +422,6 @@ class MixKernel(Compiling):
             self._wrong.zero_()
             raise OptionError(_wrong_label(label, self._num_classes))
         out, soft = torch.empty_like(images), self._empty_labels(len(images), labels)
-        if len(images) == 1:
-            blend = Blend(1.0, (0, 0, 0, 0))
         given = _in_memory(images), labels, _in_memory(out), soft
         launch = self._launches.get(blend.box is not None)
         if launch is None or not self._by_driver(launch, blend, *given):
@@ -468,7 +460,7 @@ def _in_memory(images: torch.Tensor) -> torch.Tensor:
     return images
 
 
-def _check_batch(transform: AnyMixing, images: torch.Tensor, labels: torch.Tensor) -> int:
+def check_batch(transform: AnyMixing, images: torch.Tensor, labels: torch.Tensor) -> int:
     """Return the number of classes. Raise OptionError if a batch, or its labels, cannot be mixed."""
     if not isinstance(images, torch.Tensor) or images.layout != torch.strided:
         raise OptionError(f"{transform} mixes dense tensors, but the batch is {_kind(images)}: pass Dense for a matrix")
@@ -481,7 +473,8 @@ def _check_batch(transform: AnyMixing, images: torch.Tensor, labels: torch.Tenso
     if labels.ndim == 2:
         if transform.num_classes not in (None, labels.shape[1]):
             raise OptionError(
-                f"{transform}: labels have {labels.shape[1]} numbers per sample: pass num_classes={labels.shape[1]}"
+                f"{transform}: labels have {labels.shape[1]} numbers per sample: pass num_classes={labels.shape[1]} "
+                "or, if one of them is the class, a transform of their field that returns it"
             )
         return labels.shape[1]
     if labels.is_floating_point():
@@ -530,11 +523,13 @@ def blend_with_torch(blend: Blend, images: torch.Tensor, out: torch.Tensor, axis
         if blend.box is None:
             result.copy_(own.to(exact).mul(blend.share).add_(before.to(exact).mul(1 - blend.share)))
             continue
+        result.copy_(own)
         top, left, height, width = blend.box
-        box: tuple[Any, ...] = (..., slice(top, top + height), slice(left, left + width))
-        if images.ndim > 3 and axis == images.ndim - 2:
-            box = (*box, slice(None))
-        result.copy_(own)[box] = before[box]
+        if height and width:
+            box: tuple[Any, ...] = (..., slice(top, top + height), slice(left, left + width))
+            if images.ndim > 3 and axis == images.ndim - 2:
+                box = (*box, slice(None))
+            result[box] = before[box]
 
 
 def blend_labels(blend: Blend, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
@@ -561,6 +556,8 @@ def _random_of_torch() -> Random:
     return Random(torch.randint(1 << 32, (2,)).numpy().astype(np.uint32))
 
 
-def _call(transform: AnyMixing, batch: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    axis = channel_axis(tuple(batch.shape[1:])) if isinstance(batch, torch.Tensor) else 0
-    return mix(transform, batch, labels, _random_of_torch(), axis)
+def _call(transform: AnyMixing, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    num_classes = check_batch(transform, images, labels)
+    axis = channel_axis(tuple(images.shape[1:]))
+    blend = transform.blend(_random_of_torch(), images, axis) if len(images) > 1 else NOTHING
+    return mix(blend, images, labels, num_classes, axis)

@@ -179,6 +179,15 @@ def test_arithmetic(dtype, axis):
         assert torch.allclose(soft, classes * share + classes.roll(1, 0) * (1 - share))
 
 
+def test_one_sample_or_none():
+    rows, labels = torch.rand(1, 5), torch.tensor([2])
+    for images in (rows, torch.rand(1, 3, 4, 4)):
+        found, soft = MIXUP(images, labels)
+        assert torch.equal(found, images) and soft.tolist() == [[0, 0, 1, 0, 0, 0, 0]]
+        found, soft = MIXUP(images[:0], labels[:0])
+        assert found.shape == images[:0].shape and soft.shape == (0, CLASSES)
+
+
 def batches_by_first(*feeds: Any) -> dict[int, tuple[torch.Tensor, ...]]:
     return {int(batch[2][0]): batch for feed in feeds for batch in epoch(feed)}
 
