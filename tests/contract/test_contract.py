@@ -452,7 +452,7 @@ def test_skip_loader(made: Made, monkeypatch: pytest.MonkeyPatch, way: dict[str,
     with pytest.warns(UserWarning, match=text):
         dataset[range(len(dataset))]
     for resident in (False, True) if made.kind.empty.get("resident") is None else (False,):
-        with h5chunk.ChunkLoader(dataset, BATCH, seed=1, resident=resident, **way) as loader:
+        with loader_by(dataset, BATCH, seed=1, resident=resident, **way) as loader:
             for epoch in range(2):
                 sampler.set_epoch(epoch)
                 expected = numbers_in(made, dataset, DataLoader(dataset, batch_sampler=sampler), epoch)
