@@ -32,6 +32,7 @@ from h5chunk.store.read.samples import FieldReader
 from h5chunk.store.read.source import Source
 
 QUICK_BYTES = 16 << 10  # gathering a smaller window takes less time than passing it to a thread
+FEW_THREADS = 4  # as few are slower than the copy to a GPU, and faster if they copy past the caches: scripts/LOG.md
 SIGNALS_S = 0.1  # longest delay before a signal, such as Ctrl-C, is handled
 TIMEOUT_S = 120.0  # seconds without a finished task before an error is raised
 
@@ -163,7 +164,8 @@ class ReadPool:
 
     ``fields`` has the readers of the fields of ``reader``. ``numbered`` computes the fields that are not in the file
     from sample numbers. `WorkerError` is raised if no task completes for ``timeout_s`` seconds; None waits forever.
-    With ``skips``, small fields that are damaged are not kept in memory, but read with each window.
+    With ``skips``, small fields that are damaged are not kept in memory, but read with each window. ``to_gpu`` says
+    that windows are copied to a GPU once they have been read.
     """
 
     def __init__(
@@ -175,6 +177,7 @@ class ReadPool:
         numbered: Mapping[str, Callable[[np.ndarray], np.ndarray]] | None = None,
         timeout_s: float | None = TIMEOUT_S,
         skips: bool = False,
+        to_gpu: bool = False,
     ) -> None:
         self._reader, self._numbered = reader, numbered or {}
         self._fields = {name: field.rows_field for name, field in fields.items()}
@@ -200,7 +203,7 @@ class ReadPool:
             stored = {name: reader.source_of(name).fields[name] for name in fields}
             self._whole = read_small_fields(self._fields, stored, self.files, reader.check_unchanged, skips=skips)
             if available():
-                self._native = NativePool(num_threads)
+                self._native = NativePool(num_threads, is_cached=to_gpu and num_threads > FEW_THREADS)
             else:
                 self._start_workers()
         except BaseException:

@@ -235,7 +235,7 @@ class WindowStream:
                 )
                 self._maker.start()
             how: dict[str, Any] = {"numbered": source.numbered, "timeout_s": source.timeout_s}
-            how["skips"] = source.skipping is not None
+            how |= {"skips": source.skipping is not None, "to_gpu": source.device.type != "cpu"}
             if source.reader.is_remote:
                 how |= {"selection": plan.order.selection, "num_windows": plan.num_slots}
             pool = RemoteReadPool if source.reader.is_remote else ReadPool

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 17  # version of the functions and structures in C
+VERSION = 18  # version of the functions and structures in C
 PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(
     [
@@ -154,7 +154,7 @@ def _quick() -> Any:
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pool, address, number = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
     for name, result, arguments in (
-        ("open", pool, (ctypes.c_int, number)),
+        ("open", pool, (ctypes.c_int, number, ctypes.c_int)),
         ("num_threads", ctypes.c_int, (pool,)),
         ("submit", ctypes.c_int, (pool, ctypes.c_uint64, address, number, *map(ctypes.POINTER, (Ending, Buffer)))),
         ("wait", ctypes.c_int, (pool, ctypes.c_double, ctypes.c_int, ctypes.POINTER(Result))),
@@ -195,16 +195,19 @@ class NativePool:
     """A pool of C threads that run jobs, which must not be used after a fork.
 
     Raises OSError if no thread can be started.
+
+    Rows of a mapped file are copied past the processor's caches, or through them with ``is_cached``, for memory that is
+    read at once: a device then copies it from the cache.
     """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, *, is_cached: bool = False) -> None:
         self._library = _library()
         self._kept: dict[int, tuple[Any, ...]] = {}  # by ticket
         self._lock = threading.Lock()  # ensures that no function is called after the pool was freed
         self._num_inside = 0  # number of threads that are inside the library
         opened: list[Any] = []  # contains the pool even if a signal interrupts the next statement
         try:
-            opened.extend(map(self._library.h5chunk_open, [num_threads], [PART_BYTES]))
+            opened.extend(map(self._library.h5chunk_open, [num_threads], [PART_BYTES], [is_cached]))
             self._pool = opened[0]
         except BaseException:
             for pool in filter(None, opened):

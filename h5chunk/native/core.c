@@ -21,7 +21,7 @@
 #include "maps.h"
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 17
+#define VERSION 18
 
 enum { READ = 0, VERIFY = 1, GATHER = 2, ROWS = 3, BLOCKS = 4 }; /* kinds of jobs */
 /* statuses of tickets */
@@ -88,6 +88,7 @@ typedef struct {
 typedef struct {
     uint8_t *piece;
     Coder coder;
+    int is_cached; /* as in `Pool` */
 } Scratch;
 
 void h5chunk_copy_boxes(const uint8_t *from, const int64_t *from_shape, int64_t axes, int64_t item_bytes,
@@ -140,6 +141,7 @@ typedef struct Pool {
     int64_t part_bytes, progress, decoding; /* `progress` and `decoding` are nanoseconds of all threads */
     int64_t num_open; /* tickets that were submitted and not returned */
     int num_threads, is_closing, is_left;
+    int is_cached; /* rows of maps are copied through the caches, because a copy to a device follows at once */
 } Pool;
 
 /* ---- CRC-32, as zlib computes it ---- */
@@ -351,19 +353,21 @@ static void ask_for(const Job *job) {
 
 /* Fill vectors from the file or, if it is mapped, from memory, unless the map ends before. */
 static int fill_vectors(const Job *job, const struct iovec *vectors, int count, int64_t num_bytes, int64_t offset,
-                        Result *result) {
+                        int is_cached, Result *result) {
     if (!job->map) return read_vectors(job->descriptor, vectors, count, num_bytes, offset, result);
     for (; count--; vectors++) {
         int64_t length = (int64_t)vectors->iov_len;
         if (offset < 0 || length < 0 || length > job->mapped_bytes - offset) return -1;
-        h5chunk_stream(vectors->iov_base, job->map + offset, length);
+        if (is_cached) memcpy(vectors->iov_base, job->map + offset, (size_t)length);
+        else h5chunk_stream(vectors->iov_base, job->map + offset, length);
         offset += length;
     }
     return 0;
 }
 
 /* Read rows. Rows that are adjacent in the file share a system call, and adjacent destinations share a vector. */
-static int read_rows(const Job *job, struct iovec *vectors, Result *result) {
+static int read_rows(const Job *job, const Scratch *scratch, Result *result) {
+    struct iovec *vectors = (struct iovec *)scratch->piece;
     const Rows *table = job->source;
     int64_t block_rows = table->block_rows, first_row = 0, start = 0, end = 0, base = 0;
     uint8_t *to_end = NULL;
@@ -377,7 +381,7 @@ static int read_rows(const Job *job, struct iovec *vectors, Result *result) {
         }
         int64_t offset = base + (row - first_row) * table->row_bytes;
         if (count && (offset != end || count == MAX_VECTORS || end - start >= RUN_BYTES)) {
-            if (fill_vectors(job, vectors, count, end - start, start, result)) return -1;
+            if (fill_vectors(job, vectors, count, end - start, start, scratch->is_cached, result)) return -1;
             count = 0;
         }
         if (!count) start = offset;
@@ -386,12 +390,12 @@ static int read_rows(const Job *job, struct iovec *vectors, Result *result) {
         end = offset + size;
         to_end = to + size;
     }
-    return count ? fill_vectors(job, vectors, count, end - start, start, result) : 0;
+    return count ? fill_vectors(job, vectors, count, end - start, start, scratch->is_cached, result) : 0;
 }
 
 typedef struct {
     const Job *job;
-    struct iovec *vectors;
+    const Scratch *scratch;
 } RowCopy;
 
 /* Copy rows from the map, unless they are not in memory, where the kernel reads ahead better. Returns -1 if the file has
@@ -401,16 +405,16 @@ static int copy_rows(void *argument) {
     Result unused;
     struct stat found;
     int64_t size, offset = place_of(copy->job, copy->job->offset, &size);
-    if (is_on_disk(copy->job->descriptor, offset) || read_rows(copy->job, copy->vectors, &unused)) return -1;
+    if (is_on_disk(copy->job->descriptor, offset) || read_rows(copy->job, copy->scratch, &unused)) return -1;
     return fstat(copy->job->descriptor, &found) || found.st_size < copy->job->mapped_bytes ? -1 : 0;
 }
 
-static int do_rows(const Job *job, struct iovec *vectors, Result *result) {
-    RowCopy copy = {job, vectors};
+static int do_rows(const Job *job, const Scratch *scratch, Result *result) {
+    RowCopy copy = {job, scratch};
     if (job->map && job->count && !h5chunk_guarded(copy_rows, &copy)) return 0;
     Job read = *job;
     read.map = NULL;
-    return read_rows(&read, vectors, result);
+    return read_rows(&read, scratch, result);
 }
 
 /* Read and decode a block to `out`. A block without filters may be shorter than the memory for it. */
@@ -497,7 +501,7 @@ static void gather(const void *source, int64_t row_bytes, const int64_t *indices
 static int do_job(const Job *job, Scratch *scratch, Result *result) {
     if (job->kind == READ) return do_read(job, result);
     if (job->kind == VERIFY) return do_verify(job, scratch->piece, result);
-    if (job->kind == ROWS) return do_rows(job, (struct iovec *)scratch->piece, result);
+    if (job->kind == ROWS) return do_rows(job, scratch, result);
     if (job->kind == BLOCKS) return do_blocks(job, &scratch->coder, result);
     gather(job->source, job->num_bytes / job->count, job->indices, job->count, job->destination);
     return 0;
@@ -681,7 +685,7 @@ static void begin(Pool *pool, Ticket *ticket) {
 
 static void *run(void *argument) {
     Pool *pool = argument;
-    Scratch scratch = {.piece = malloc(PIECE_BYTES)};
+    Scratch scratch = {.piece = malloc(PIECE_BYTES), .is_cached = pool->is_cached};
     pthread_mutex_lock(&pool->lock);
     while (scratch.piece && (pool->waiting.first || !pool->is_closing)) {
         ask_ahead(pool);
@@ -726,10 +730,11 @@ static struct timespec after(double seconds) {
 EXPORT int h5chunk_version(void) { return VERSION; }
 
 /* Create a pool. Returns NULL if memory is short, or if no thread could be started. */
-EXPORT Pool *h5chunk_open(int num_threads, int64_t part_bytes) {
+EXPORT Pool *h5chunk_open(int num_threads, int64_t part_bytes, int is_cached) {
     Pool *pool = calloc(1, sizeof *pool);
     if (!pool) return NULL;
     pool->part_bytes = part_bytes;
+    pool->is_cached = is_cached;
     pthread_mutex_init(&pool->lock, NULL);
     make_condition(&pool->work);
     make_condition(&pool->done);

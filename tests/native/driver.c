@@ -145,7 +145,7 @@ static void run_maps(int descriptor, const char *path) {
 /* What is cancelled ends, and the pool reads on. */
 static void run_cancelled(int descriptor) {
     Window windows[TICKETS];
-    Pool *pool = h5chunk_open(3, 50000);
+    Pool *pool = h5chunk_open(3, 50000, 0);
     Result result;
     for (int round = 0; round < 2; round++) {
         for (int i = 0; i < TICKETS; i++) {
@@ -169,7 +169,7 @@ static void run_gathered(void) {
     int64_t indices[ALL_ROWS];
     uint8_t out[TICKETS][ALL_ROWS * ROW_BYTES];
     Job jobs[TICKETS];
-    Pool *pool = h5chunk_open(1, 1);
+    Pool *pool = h5chunk_open(1, 1, 0);
     Result result;
     for (int64_t i = 0; i < ALL_ROWS; i++) indices[i] = (i * 7) % ALL_ROWS;
     for (int i = 0; i < TICKETS; i++) {
@@ -197,7 +197,7 @@ static void run_endings(int descriptor, const char *path) {
     gone.path = "/nowhere";
     const Ending *endings[] = {&same, &changed, &gone, &same};
     int expected[] = {DONE, CHANGED, CHANGED, SYSTEM};
-    Pool *pool = h5chunk_open(3, 50000);
+    Pool *pool = h5chunk_open(3, 50000, 0);
     Result result;
     for (int round = 0; round < 5; round++) {
         Window windows[4];
@@ -244,7 +244,7 @@ static void run_turns(int descriptor, int num_threads, int is_cancelled) {
     Ending endings[SHARING];
     LateCopy copies[SHARING];
     Buffer buffers[BUFFERS] = {{copy_late, NULL, 0}, {copy_late, NULL, 0}};
-    Pool *pool = h5chunk_open(num_threads, 50000);
+    Pool *pool = h5chunk_open(num_threads, 50000, 0);
     Result result;
     for (int i = 0; i < SHARING; i++) windows[i] = make_window(descriptor, NULL);
     for (int i = 0; i < SHARING; i++) { /* every window gets its own rotation of the rows, in a shared array */
@@ -277,7 +277,7 @@ static void run_sending(int descriptor) {
     Sending sendings[TICKETS];
     Copy copies[TICKETS][2];
     Ending endings[TICKETS];
-    Pool *pool = h5chunk_open(3, 50000);
+    Pool *pool = h5chunk_open(3, 50000, 0);
     Result result;
     for (int i = 0; i < TICKETS; i++) {
         windows[i] = make_window(descriptor, NULL);
@@ -303,7 +303,7 @@ static void run_sending(int descriptor) {
 static int run_pool(int descriptor, int threads, int fault, int from, int is_closed_early) {
     uint8_t *back = malloc(sizeof data);
     Window windows[TICKETS];
-    Pool *pool = h5chunk_open(threads, 50000);
+    Pool *pool = h5chunk_open(threads, 50000, 0);
     EXPECT(pool);
     set_fault(fault, from);
     for (int i = 0; i < TICKETS; i++) {
@@ -426,7 +426,7 @@ int main(void) {
     data[1000] ^= 1;
     static Window window; /* never freed: the threads may write to it until the end */
     window = make_window(descriptor, NULL);
-    Pool *pool = h5chunk_open(2, 1);
+    Pool *pool = h5chunk_open(2, 1, 0);
     set_fault(HANGING, 0);
     EXPECT(!h5chunk_submit(pool, 1, window.jobs, window.num_jobs, NULL, NULL));
     usleep(20000);
