@@ -27,13 +27,12 @@ MIN_PINNED = 4  # pinned buffers of large windows: two are filled while one is c
 class PinnedBuffer:
     """A pinned host buffer that windows are read into, one after another.
 
-    ``num_queued`` windows with `LastingTasks` are being read into the buffer, or will be once it is free.
+    ``num_queued`` windows are being read into the buffer by native threads, or will be once it is free.
     """
 
     def __init__(self, kinds: Kinds, num_samples: int) -> None:
         self._memory = PinnedMemory(slot_bytes(kinds, num_samples))
         self.room = Room(torch.from_numpy(self._memory.bytes), kinds.values(), num_samples)
-        self.addresses = [array.data_ptr() for array in self.room.arrays]
         self.turn = Buffer(cuda.copied() if available() else None)
         self.num_queued = 0
         self.copied: torch.cuda.Event | None = None  # recorded after the last copy from this memory
@@ -67,20 +66,17 @@ class CudaSlot:
     """A device buffer that holds all fields of one window.
 
     A window is first read into one of the ``pinned`` host buffers, which slots share, and then copied to the device.
-    ``num_samples`` is the size of the largest window, and ``stream`` is the CUDA stream for the copies. ``tasks`` are
-    the `LastingTasks` of all windows of that size. Such windows are queued for a pinned buffer that is still in use;
-    native threads begin to read them once it is free.
+    ``num_samples`` is the size of the largest window, and ``stream`` is the CUDA stream for the copies. A window that
+    only native threads read is queued for a pinned buffer that is still in use; they begin once it is free.
     """
 
     def __init__(self, kinds: Kinds, num_samples: int, pinned: deque[PinnedBuffer], stream: torch.cuda.Stream) -> None:
-        self._stream, self._kinds, self._all_pinned = stream, kinds, pinned
+        self.kinds, self._stream, self._all_pinned = kinds, stream, pinned
         self._pinned: PinnedBuffer | None = None
         num_bytes = slot_bytes(kinds, num_samples)
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=stream.device)
         self._room, self._num_samples = Room(memory, kinds.values(), num_samples), num_samples
-        self._full = tuple(self._room.arrays)
-        self.tasks: Any = None
-        self._is_fixed = all(kind.is_fixed for kind in kinds.values())
+        self.buffer: Buffer | None = None  # for which the window is queued
         self._read: Columns = ()  # the columns that threads fill, in pinned memory
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tables: dict[int, np.ndarray] = {}  # copies of the whole buffer, by the address of the pinned buffer
@@ -96,6 +92,8 @@ class CudaSlot:
         if self._context is not None:
             self._sending = cuda.Sending(self._context, stream.cuda_stream, *self._events)
             self._sending.events = self._consumed, self._copied
+        # whether nothing is written to pinned memory before the threads begin, and these start the copy from it
+        self.queues = self._sending is not None and all(kind.is_fixed for kind in kinds.values())
 
     @property
     def device(self) -> torch.device:
@@ -103,56 +101,48 @@ class CudaSlot:
         return self._stream.device
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the fields."""
-        return tuple(self._kinds)
-
-    @property
     def _pinned_now(self) -> tuple[PinnedBuffer, ...]:
         """The pinned buffers so far. Another thread may be making more, so the deque must not be iterated over."""
         return tuple(self._all_pinned)
 
-    @property
-    def has_pinned(self) -> bool:
-        """Whether there is a pinned buffer that no window is read into. A copy from it may still be running."""
-        return any(not each.num_queued for each in self._pinned_now)
+    def has_pinned(self, *, queued: bool) -> bool:
+        """Return whether there is a pinned buffer to begin with. A copy from it may still be running.
+
+        A window that is queued shares it with others; another window needs one into which no window is read.
+        """
+        return bool(self._all_pinned) if queued else any(not each.num_queued for each in self._pinned_now)
+
+    def can_begin(self, *, queued: bool) -> bool:
+        """Return whether a window can begin without waiting for a pinned buffer."""
+        return self.has_pinned(queued=True) if queued else any(each.is_free for each in self._pinned_now)
 
     def holds(self, num_samples: int) -> bool:
         """Return whether a window of this size fits."""
         return num_samples <= self._num_samples
 
-    def can_begin(self, num_samples: int) -> bool:
-        """Return whether a window of this size can be read, or queued, without waiting for a pinned buffer."""
-        if self.tasks is not None and num_samples == self._num_samples:
-            return bool(self._all_pinned)
-        return any(each.is_free for each in self._pinned_now)
+    def _next_pinned(self, *, queued: bool) -> PinnedBuffer:
+        """Take a pinned buffer in turn. Unless the window is ``queued`` for it, wait until the last copy is done."""
+        if queued:
+            pinned = self._all_pinned[0]
+            self._all_pinned.rotate(-1)
+            pinned.num_queued += 1
+            self.buffer = pinned.turn
+            return pinned
+        unused = [each for each in self._pinned_now if not each.num_queued]
+        assert unused, "a window was begun before a pinned buffer was free: see has_pinned"
+        self._all_pinned.remove(unused[0])
+        unused[0].wait()
+        self.buffer = None
+        return unused[0]
 
-    def lasts(self, num_samples: int) -> bool:
-        """Return whether a window of this size can be read by `LastingTasks`."""
-        return num_samples == self._num_samples and self._is_fixed and self._sending is not None
-
-    def begin_again(self) -> list[int]:
-        """Prepare for a window that `LastingTasks` read, and return the addresses of its arrays, one per field."""
-        pinned = self._pinned = self._all_pinned[0]
-        self._all_pinned.rotate(-1)
-        pinned.num_queued += 1
+    def begin(self, samples: np.ndarray, *, queued: bool) -> Mapping[str, Destination]:
+        """Take a pinned buffer, and return the destinations of all fields in it."""
+        pinned = self._pinned = self._next_pinned(queued=queued)
         pinned.senders[id(self._sending)] = self._sending
-        self._read, self.window = (), self._full
-        self._copy_whole_buffer(pinned)
-        self.tasks.buffer = pinned.turn
-        return pinned.addresses
-
-    def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
-        """Take a pinned buffer, wait until the last copy from it is done, and return the destinations of all fields."""
-        pinned = self._pinned = next((each for each in self._pinned_now if not each.num_queued), None)
-        assert pinned is not None, "a window was begun before a pinned buffer was free: see has_pinned"
-        self._all_pinned.remove(pinned)
-        pinned.senders[id(self._sending)] = self._sending
-        pinned.wait()
         on_host, on_device = pinned.room.allocate(), self._room.allocate()
         columns, window = [], []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for kind in self._kinds.values():
+        for kind in self.kinds.values():
             columns.append(kind.empty(samples, on_host))
             arrays = kind.arrays(columns[-1])
             copies += [(on_device(array.shape, array.dtype), array) for array in arrays]
@@ -164,7 +154,7 @@ class CudaSlot:
             self._copies = copies
             if self._sending is not None:
                 self._sending.set_copies(_copy_table(copies))
-        return destinations(self._kinds, self._read)
+        return destinations(self.kinds, self._read)
 
     def _copy_whole_buffer(self, pinned: PinnedBuffer) -> None:
         self._copies = [(self._room.buffer, pinned.room.buffer)]
@@ -189,7 +179,7 @@ class CudaSlot:
 
     def check(self) -> None:
         """Raise FileError if the data that was read is damaged."""
-        for kind, column in zip(self._kinds.values(), self._read, strict=False):
+        for kind, column in zip(self.kinds.values(), self._read, strict=False):
             kind.check(column)
 
     def return_pinned(self) -> None:

@@ -22,15 +22,16 @@ import numpy as np
 from h5chunk.errors import FileError, WorkerError, closed, lost_by_fork, printable
 from h5chunk.feed.columns import Destination
 from h5chunk.feed.skipping import Bad
-from h5chunk.native import CANCELLED, DONE, Ending, LastingTasks, NativePool, NativeTasks, Result, available
+from h5chunk.native import CANCELLED, DONE, Ending, NativePool, NativeTasks, Result, available
 from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
-from h5chunk.store.hdf5.ranges import ReadTask, RowGather, lasting_tasks, native_tasks
+from h5chunk.store.hdf5.ranges import NO_BYTES, ReadTask, RowGather, native_tasks
 from h5chunk.store.read.field_readers import read_small_fields
 from h5chunk.store.read.open_files import OpenFiles
 from h5chunk.store.read.samples import FieldReader
 from h5chunk.store.read.source import Source
 
+KEPT_TASKS = 8  # sizes of windows for which tasks are kept
 QUICK_BYTES = 16 << 10  # gathering a smaller window takes less time than passing it to a thread
 FEW_THREADS = 4  # as few are slower than the copy to a GPU, and faster if they copy past the caches: scripts/LOG.md
 SIGNALS_S = 0.1  # longest delay before a signal, such as Ctrl-C, is handled
@@ -193,6 +194,8 @@ class ReadPool:
         self._num_threads, self._has_workers, self._is_closed = num_threads, False, False
         self._native: NativePool | None = None
         self._native_reads: dict[int, WindowRead] = {}  # by ticket
+        self._plain: set[str] = set()  # fields that native threads can copy, row by row, from one file or from memory
+        self._made: dict[int, NativeTasks] = {}  # tasks that read these fields, by the number of samples
         self.files = OpenFiles(reader)
         try:
             self._stamp: tuple[Any, ...] = ()  # path and stamp of a single local file
@@ -202,6 +205,7 @@ class ReadPool:
             self._forget()
             stored = {name: reader.source_of(name).fields[name] for name in fields}
             self._whole = read_small_fields(self._fields, stored, self.files, reader.check_unchanged, skips=skips)
+            self._plain |= self._whole.keys() | {name for name, field in self._fields.items() if field.reads_rows}
             if available():
                 self._native = NativePool(num_threads, is_cached=to_gpu and num_threads > FEW_THREADS)
             else:
@@ -282,22 +286,27 @@ class ReadPool:
 
     def load(self, window: Window, slot: Any) -> WindowRead:
         """Start reading a window into a slot."""
-        if (kept := self._lasting_tasks(slot, window)) is not None:
-            return self._submit(WindowRead(self, slot, window, 0, kept))
-        fields = slot.begin(window.samples)
+        queued = self.queues(slot, len(window.samples))
+        fields = slot.begin(window.samples, queued=queued)
+        native: NativeTasks | None = None
+        all_tasks: list[ReadTask] = []
+        tasks: list[ReadTask] = []  # those that Python threads run
         try:
-            all_tasks = [task for name, out in fields.items() for task in self._field_tasks(name, window, out)]
+            if queued:
+                native = self._rows_of(window, fields)
+            else:
+                all_tasks = [task for name, to in fields.items() for task in self._field_tasks(name, window, to)]
+                has_native = self._native is not None and os.getpid() == self.process
+                native, tasks = native_tasks(all_tasks, self.files) if has_native else (None, all_tasks)
         except FileError as error:  # raised again when the window is due
             load = WindowRead(self, slot, window, 0)
             load.error = error
             load.finish()
             return load
-        has_native = self._native is not None and os.getpid() == self.process
-        native, tasks = native_tasks(all_tasks, self.files) if has_native else (None, all_tasks)
         if native is not None and not tasks and self.is_local:
-            native.ending = Ending(*slot.sender, *self._stamp)
+            native.ending, native.buffer = Ending(*slot.sender, *self._stamp), slot.buffer
         load = WindowRead(self, slot, window, len(tasks), native)
-        if not all_tasks:
+        if not load.num_left:
             load.finish()
         else:
             self._begin(load, all_tasks, tasks)
@@ -315,7 +324,7 @@ class ReadPool:
         for task in tasks:
             self._tasks.put((load, task))
 
-    def _submit(self, load: WindowRead) -> WindowRead:
+    def _submit(self, load: WindowRead) -> None:
         assert self._native is not None and load.native is not None
         self._native_reads[id(load)] = load
         try:
@@ -323,23 +332,29 @@ class ReadPool:
         except OSError:  # closed
             del self._native_reads[id(load)]
             load.drop()
-        return load
 
-    def _lasting_tasks(self, slot: Any, window: Window) -> LastingTasks | None:
-        """Prepare a slot for a full window, and return its tasks, which are made only once per slot.
+    def queues(self, slot: Any, num_samples: int) -> bool:
+        """Return whether native threads alone fill a slot, so that a window can be queued for memory still in use."""
+        can_queue = num_samples and self._stamp and self._native is not None and slot.queues
+        return bool(can_queue and self._plain >= slot.kinds.keys())
 
-        Return None if this window cannot be read in this way.
+    def _rows_of(self, window: Window, fields: Mapping[str, Destination]) -> NativeTasks:
+        """Return the tasks that read a window of fields whose samples are rows of the file, or are in memory.
+
+        Tasks for as many samples are made once, and then aimed at the samples of each window.
         """
-        if not self._stamp or self._native is None or self._is_closed or not slot.lasts(len(window.samples)):
-            return None
-        if slot.tasks is None:
-            num_samples = len(window.samples)
-            slot.tasks = lasting_tasks(slot.names, self._fields, self._whole, self.files, num_samples)
-            if slot.tasks is None:
-                return None
-            slot.tasks.ending = Ending(*slot.sender, *self._stamp)
-        slot.tasks.aim(window.rows, window.destinations, window.samples, slot.begin_again())
-        return slot.tasks
+        num_samples = len(window.samples)
+        if num_samples not in self._made:
+            nothing, tasks = np.zeros(num_samples, np.int64), list[Any]()
+            for name in fields:
+                if name in self._whole:
+                    tasks.append(RowGather(self._whole[name], nothing, NO_BYTES))
+                else:
+                    tasks += self._fields[name].tasks(nothing, nothing, NO_BYTES)
+            if len(self._made) == KEPT_TASKS:
+                self._made.clear()
+            self._made[num_samples] = NativeTasks(tasks, self.files)
+        return self._made[num_samples].for_window(window, [to.out for to in fields.values()])
 
     def _field_tasks(self, name: str, window: Window, to: Destination) -> Iterable[ReadTask]:
         """Return the tasks that read a field. Small fields are copied at once, and need no task."""

@@ -13,7 +13,6 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import torch
@@ -117,11 +116,12 @@ class CpuSlot:
     """
 
     device = torch.device("cpu")
-    has_pinned = True  # see CudaSlot
+    queues = True  # see CudaSlot
+    buffer = None
     sender: tuple[int | None, int | None] = None, None  # nothing has to be sent
 
     def __init__(self, kinds: Kinds, num_samples: int, memory: BatchMemory | None) -> None:
-        self._kinds, self._num_samples, self._is_lent = kinds, num_samples, memory is None
+        self.kinds, self._num_samples, self._is_lent = kinds, num_samples, memory is None
         self._memory: BatchMemory | Room
         if memory is not None:
             self._memory = memory
@@ -129,45 +129,29 @@ class CpuSlot:
             held = BatchMemory().empty((slot_bytes(kinds, num_samples),), torch.uint8)
             self._memory = Room(held, kinds.values(), num_samples)
         self.window: Columns = ()
-        self.tasks: Any = None  # the `LastingTasks` of all windows of ``num_samples``
-        self._is_fixed = all(kind.is_fixed for kind in kinds.values())
-        self._shapes = [kind.capacity(num_samples)[0] for kind in kinds.values()] if self._is_fixed else []
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the fields."""
-        return tuple(self._kinds)
 
     def holds(self, num_samples: int) -> bool:
         """Return whether a window of this size fits."""
         return not self._is_lent or num_samples <= self._num_samples
 
-    def can_begin(self, _num_samples: int) -> bool:
+    def can_begin(self, *, queued: bool) -> bool:
         """Return True, because no window has to wait for memory."""
         return True
 
-    def lasts(self, num_samples: int) -> bool:
-        """Return whether a window of this size can be read by `LastingTasks`."""
-        return num_samples == self._num_samples and self._is_fixed
+    has_pinned = can_begin
 
-    def begin_again(self) -> list[int]:
-        """Prepare for a window that `LastingTasks` read, and return the addresses of its arrays, one per field."""
-        allocate = self._memory.allocate()
-        self.window = tuple(allocate(*shape) for shape in self._shapes)
-        return [array.data_ptr() for array in self.window]
-
-    def begin(self, samples: np.ndarray) -> Mapping[str, Destination]:
+    def begin(self, samples: np.ndarray, *, queued: bool) -> Mapping[str, Destination]:
         """Prepare for the window with these samples, and return the destinations of all fields."""
         allocate = self._memory.allocate()
-        self.window = tuple(kind.empty(samples, allocate) for kind in self._kinds.values())
-        return destinations(self._kinds, self.window)
+        self.window = tuple(kind.empty(samples, allocate) for kind in self.kinds.values())
+        return destinations(self.kinds, self.window)
 
     def send(self) -> None:
         """Do nothing, because the window is already in the memory in which it is used."""
 
     def check(self) -> None:
         """Raise FileError if the data that was read is damaged."""
-        for kind, column in zip(self._kinds.values(), self.window, strict=True):
+        for kind, column in zip(self.kinds.values(), self.window, strict=True):
             kind.check(column)
 
     def return_pinned(self) -> None:

@@ -345,14 +345,15 @@ class WindowStream:
     def _fill(self) -> None:
         """Start reading planned windows into the free slots, without waiting."""
         assert self._planner is not None
-        if self._free and not self._free[0].has_pinned:
-            self._pool.finish_ready()
         while self._free and self.is_usable:
             self._planned = self._planned or self._planner.take(0)
             if self._planned is None:
                 return
             slot, num_samples = self._free[0], len(self._planned[1].samples)
-            if not slot.holds(num_samples) or not slot.can_begin(num_samples):
+            queued = self._pool.queues(slot, num_samples)
+            if not slot.has_pinned(queued=queued):
+                self._pool.finish_ready()
+            if not slot.holds(num_samples) or not slot.can_begin(queued=queued):
                 return
             self._load(*self._planned)
 
@@ -377,9 +378,16 @@ class WindowStream:
             raise self._pool.mark_hanging(self._pool.timeout_s)
         if not self._free[0].holds(num_samples := len(self._planned[1].samples)):
             self._grow(order, num_samples)
-        for read in [] if self._free[0].has_pinned else list(self._open):
-            read.wait_for_threads(self._pool.timeout_s)
+        self._wait_for_pinned(self._free[0], num_samples)
         self._load(*self._planned)
+
+    def _wait_for_pinned(self, slot: Any, num_samples: int) -> None:
+        """Wait for the open windows, one after the other, until there is a pinned buffer for another one."""
+        queued = self._pool.queues(slot, num_samples)
+        for read in list(self._open):
+            if slot.has_pinned(queued=queued):
+                return
+            read.wait_for_threads(self._pool.timeout_s)
 
     def _grow(self, order: Epoch, num_samples: int) -> None:
         """Replace the free slots by larger ones. On a GPU no slot is in use, because the next batch needs this one."""
@@ -507,8 +515,7 @@ class WindowStream:
         keys, replaced = skipping.replaced(window.keys, window.sizes or order.batch_size, read.bad, order)
         self._report.add_skipped(replaced)
         read.window, read.error = Window.of(keys, window.batches, window.sizes), None
-        for other in [] if read.slot.has_pinned else list(self._open):
-            other.wait_for_threads(self._pool.timeout_s)
+        self._wait_for_pinned(read.slot, len(keys))
         again = self._pool.load(read.window, read.slot)
         again.wait(self._pool.timeout_s)
 

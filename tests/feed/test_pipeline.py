@@ -31,15 +31,12 @@ FIELDS = {name: name for name in DATA}
 class MemorySlot:
     """A slot of plain arrays."""
 
-    sender = None, None
-
-    def lasts(self, _num_samples: int) -> bool:
-        return False
+    sender, queues = (None, None), False
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
 
-    def begin(self, samples: np.ndarray) -> dict[str, Destination]:
+    def begin(self, samples: np.ndarray, *, queued: bool) -> dict[str, Destination]:
         num_samples = len(samples)
         self.arrays = {name: np.zeros((num_samples, *data.shape[1:]), data.dtype) for name, data in DATA.items()}
         flat = ((name, array.reshape(num_samples, -1).view(np.uint8)) for name, array in self.arrays.items())

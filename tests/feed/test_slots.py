@@ -38,7 +38,7 @@ def window_data(num_samples: int, seed: int) -> dict[str, np.ndarray]:
 def check_slot(slot: CpuSlot | CudaSlot, num_samples: int, batch_size: int, seed: int) -> torch.Tensor:
     """A window goes through the slot; gives "x" of its first batch."""
     data = window_data(num_samples, seed)
-    fill(slot.begin(np.arange(num_samples)), data)
+    fill(slot.begin(np.arange(num_samples), queued=False), data)
     slot.send()
     slot.return_pinned()
     slot.receive()
@@ -104,7 +104,7 @@ def test_cpu_slot_gives_memory_back_when_batches_are_gone():
 
 def test_cpu_slot_of_no_bytes():
     slot = CpuSlot({"x": Dense((0, 4), torch.uint8)}, 5, None)
-    assert [to.out.nbytes for to in slot.begin(np.arange(5)).values()] == [0]
+    assert [to.out.nbytes for to in slot.begin(np.arange(5), queued=False).values()] == [0]
     assert slot.window[0].shape == (5, 0, 4)
 
 
@@ -112,7 +112,7 @@ def test_a_window_that_is_larger_than_planned_is_an_error():
     """Threads would otherwise write beyond the end of the slot."""
     slot = CpuSlot(KINDS, 120, None)
     with pytest.raises(OptionError, match=r"needs an array of \(121, 3, 70, 50\), but was planned to need \(120, 3"):
-        slot.begin(np.arange(121))
+        slot.begin(np.arange(121), queued=False)
 
 
 class TestCuda:
@@ -143,7 +143,7 @@ class TestCuda:
             old.fill_(7)
             del old
             slot = CudaSlot(KINDS, 120, deque([memory]), torch.cuda.Stream(device))
-            fill(slot.begin(np.arange(120)), data)
+            fill(slot.begin(np.arange(120), queued=False), data)
             slot.send()
             slot.return_pinned()
             slot.receive()
@@ -170,7 +170,7 @@ class TestCuda:
         for seed in range(8):
             data = window_data(120, seed)
             expected.append(int(data["x"].astype(np.int64).sum()))
-            fill(slot.begin(np.arange(120)), data)
+            fill(slot.begin(np.arange(120), queued=False), data)
             slot.send()
             slot.return_pinned()
             slot.receive()

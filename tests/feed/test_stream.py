@@ -249,8 +249,10 @@ class TestCuda:
         """What is free to be overwritten is: device memory once it was consumed, pinned memory once it was copied."""
         begin, release = CudaSlot.begin, CudaSlot.release
 
-        def begin_poisoned(slot, num_samples):
-            room = begin(slot, num_samples)
+        def begin_poisoned(slot, samples, *, queued):
+            room = begin(slot, samples, queued=queued)
+            if queued:  # the buffer is still in use
+                return room
             slot._pinned.room.buffer.fill_(0xD5)
             return room
 

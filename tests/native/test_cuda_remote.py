@@ -48,7 +48,7 @@ def test_threads_ask_only_for_copies_that_are_still_known(
     are_known: list[bool] = []
     are_received: list[bool] = []
 
-    def before_a_window(slot: Any) -> None:
+    def before_a_window(slot: Any, *_: Any, queued: bool) -> None:
         gc.collect()
         last = slot._all_pinned[0].turn.last
         are_known.append(last is None or last in known)
@@ -59,7 +59,7 @@ def test_threads_ask_only_for_copies_that_are_still_known(
             streams = [at for kind, at, which, _ in device.calls if kind in "wr" and which == event]
             are_received.append(not streams or streams[-1] == USER_STREAM)
 
-    watch(monkeypatch, "feed.cuda_slots.CudaSlot.begin_again", before=before_a_window, note=False)
+    watch(monkeypatch, "feed.cuda_slots.CudaSlot.begin", before=before_a_window, note=False)
     watch(monkeypatch, "feed.stream.WindowStream._put_back", after=after_a_window, note=False)
     device.copy_late(on=True)
     with object_server({"/many.h5": file.read_bytes()}) as server:

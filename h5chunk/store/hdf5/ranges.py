@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from h5chunk.native import (
     READ,
     ROWS,
     SYSTEM,
-    LastingTasks,
     NativeTasks,
     Result,
     available,
@@ -154,6 +153,14 @@ class VectorTask:
         self._jobs["map"], self._jobs["mapped_bytes"] = files.mapped(self.file)
         return self._jobs
 
+    def aim(self, jobs: np.ndarray, window: Any, out: np.ndarray) -> Any:
+        """Let a copy of the jobs, made by `row_tasks` for single rows, read those of a window. Return what it needs."""
+        table = _Rows.from_buffer_copy(self.vectors)
+        table.rows, table.destinations = (each.ctypes.data for each in (window.rows, window.destinations))
+        table.out = out.ctypes.data
+        jobs["source"] = ctypes.addressof(table)
+        return table
+
     def end(self) -> None:
         """Do nothing, because no work remains after the jobs have succeeded."""
 
@@ -187,6 +194,10 @@ class RowGather:
     file = None  # nothing is read from a file
     ranges = ()
 
+    def aim(self, jobs: np.ndarray, window: Any, out: np.ndarray) -> None:
+        """Let a copy of the job copy the rows of a window."""
+        jobs["indices"], jobs["destination"] = window.samples.ctypes.data, out.ctypes.data
+
     def __call__(self, _files: object) -> None:
         target = self._out.view(self._values.dtype).reshape(len(self._samples), *self._values.shape[1:])
         np.take(self._values, self._samples, axis=0, out=target, mode="clip")  # in other modes NumPy copies twice
@@ -212,29 +223,6 @@ def native_tasks(tasks: Sequence[Any], files: Any) -> tuple[NativeTasks | None, 
     native = [task for task in tasks if hasattr(task, "jobs")]
     others = [task for task in tasks if not hasattr(task, "jobs")]
     return NativeTasks(native, files) if native else None, others
-
-
-def lasting_tasks(
-    names: Iterable[str], fields: Mapping[str, Any], whole: Mapping[str, np.ndarray], files: Any, num_samples: int
-) -> LastingTasks | None:
-    """Return tasks that read the fields ``names`` of ``num_samples`` samples, which `LastingTasks.aim` sets.
-
-    ``fields`` has the readers of the fields, and ``whole`` the fields that are in memory. Returns None if a field must
-    be read in another way.
-    """
-
-    def make(rows: np.ndarray, destinations: np.ndarray, samples: np.ndarray) -> list[Any]:
-        tasks: list[Any] = []
-        for name in names:
-            if name in whole:
-                tasks.append(RowGather(whole[name], samples, NO_BYTES))
-            else:
-                tasks += fields[name].tasks(rows, destinations, NO_BYTES)
-        return tasks
-
-    if not all(name in whole or (name in fields and fields[name].reads_rows) for name in names):
-        return None
-    return LastingTasks(make, files, num_samples)
 
 
 def read_error(where: str, result: Result) -> FileError:
