@@ -31,9 +31,9 @@ A slot that is given up before its window was received waits for ``copied``, too
 would be recorded before a copy that still runs.
 
 **A pinned buffer** is written by reading threads and read by the copy. Slots share the pinned buffers, and take them
-in turn. A window that only native threads fill (`ReadPool.queues`) is queued for a buffer that may still be copied from:
-they begin it when the ``copied`` of the window before it in this buffer has been reached (`Buffer.is_free`, asked in
-``begin`` of ``core.c``), and windows that use one buffer begin in the order in which they were submitted
+in turn. A window that only native threads fill (`ReadPool.queues`) is queued for a buffer that may still be copied
+from: they begin it when the ``copied`` of the window before it in this buffer has been reached (`Buffer.is_free`,
+asked in ``begin`` of ``core.c``), and windows that use one buffer begin in the order in which they were submitted
 (``is_taken``). For any other window, `CudaSlot.begin` takes a buffer for which no window is queued, and waits for its
 last copy. `return_pinned` is called once no thread writes to the buffer any more. No array of a slot is smaller than
 what a window needs: `Room.allocate` raises an error.
