@@ -20,7 +20,7 @@ from support.foreign import make_file
 from support.leftovers import descriptors, in_fork, nothing_is_left, reading_threads
 from support.loader_files import IMAGES, LABELS, N, epoch_of, large, path
 from support.loaders import loader_by
-from support.subsets import flat_epochs, subset_of_kind
+from support.subsets import flat_epochs, flat_tensors, subset_of_kind
 
 import h5chunk
 from h5chunk.errors import FileError, OptionError
@@ -343,7 +343,7 @@ def test_only_a_subset_is_kept(tmp_path, kind, reads):
 def flat_weighted(data: ChunkDataset, sampler: ChunkSampler, **options) -> list[list[float]]:
     sampler.set_epoch(0)
     with loader_by(data, batch_sampler=sampler, **options) as loader:
-        return [part.to_dense().reshape(-1).tolist() for batch in loader for part in batch]
+        return flat_tensors(loader)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,4 +37,10 @@ def subset_of_kind(kind: str, folder: Path) -> h5chunk.ChunkDataset:
 
 def flat_epochs(data: h5chunk.ChunkDataset, **options: Any) -> list[list[float]]:
     with h5chunk.ChunkLoader(data, 16, seed=3, **options) as loader:
-        return [part.to_dense().reshape(-1).tolist() for _ in range(2) for batch in loader for part in batch]
+        return [part for _ in range(2) for part in flat_tensors(loader)]
+
+
+def flat_tensors(loader: Iterable[Any]) -> list[list[float]]:
+    """The numbers of each tensor of an epoch. An item of a batch is a tensor, or several."""
+    items = (item if isinstance(item, tuple) else (item,) for batch in loader for item in batch)
+    return [part.to_dense().reshape(-1).tolist() for item in items for part in item]
