@@ -27,6 +27,17 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def own_cores() -> int:
+    """Return the number of cores for work of this process alone.
+
+    Processes that torchrun starts on one host share its cores, unless each may use only some of them.
+    """
+    cores, processes = available_cores(), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not processes.isdecimal() or cores < (os.cpu_count() or 1):
+        return cores
+    return max(1, cores // max(1, int(processes)))
+
+
 def start_python(function: str, descriptor: int, **streams: Any) -> subprocess.Popen[bytes]:
     """Start a process that calls ``function``, such as "package.module:name", with a descriptor that it inherits.
 
@@ -69,7 +80,8 @@ class KeptThreads:
     def share(self, work: Callable[[int], object], parts: range, num_threads: int) -> None:
         """Do ``work`` for each part, in this thread and up to ``num_threads`` - 1 others, and wait until all is done.
 
-        A thread takes the next part when it has done one, so that none waits for a slower one.
+        A thread takes the next part when it has done one, so that none waits for a slower one. With a ``limit``, there
+        are no more threads than that, this one included.
         """
         left = deque(partial(work, part) for part in parts)
 
@@ -81,7 +93,7 @@ class KeptThreads:
                     return
                 do()
 
-        num_others = min(num_threads, len(parts)) - 1
+        num_others = min(num_threads, self.limit or num_threads, len(parts)) - 1
         others = [self.pool(num_threads).submit(run) for _ in range(num_others)]
         try:
             run()

@@ -29,7 +29,7 @@ from h5chunk.feed.kept_rows import KeptRows, num_kept_chunks
 from h5chunk.feed.memory import Assemble, SharedMemory
 from h5chunk.feed.slots import KEPT, BatchMemory
 from h5chunk.feed.stored_tables import decoded, name_of_sample
-from h5chunk.machine import available_cores
+from h5chunk.machine import own_cores
 from h5chunk.plan.cache import CacheSettings
 from h5chunk.plan.draws import Draws
 from h5chunk.plan.order import INTERLEAVE, Order
@@ -272,7 +272,7 @@ class SampleReader:
         if opened is None or opened.process != os.getpid():
             self._opened = opened = _OpenFields(self._reader, self.cache, self._skips)
             worker = get_worker_info()  # the workers share the cores
-            num_threads = None if worker is None else max(1, available_cores() // worker.num_workers)
+            num_threads = None if worker is None else max(1, own_cores() // worker.num_workers)
             for convert in self._converters.values():
                 convert.attach(self._reader, self._name_of, num_threads, torch.device("cpu"))
         return opened

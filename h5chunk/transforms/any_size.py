@@ -21,7 +21,7 @@ import torch
 
 from h5chunk import native
 from h5chunk.errors import MAX_SIDE, FieldError, FileError, OptionError, SampleError, WorkerError
-from h5chunk.machine import available_cores
+from h5chunk.machine import own_cores
 from h5chunk.native import jpeg
 from h5chunk.native.augment import (
     BOX_HEIGHT,
@@ -137,7 +137,7 @@ class AnySizeConverter(Converter):
             )
         super().attach(source, name_of, num_threads, device)
         self._image_sizes, self._name_of, self._device = sizes, name_of, device
-        self._num_threads = num_threads or min(MAX_THREADS, available_cores())
+        self._num_threads = num_threads or min(MAX_THREADS, own_cores())
 
     def decoding_bytes(self, batch_size: int) -> int:
         """Estimate the memory for images that are decoded at the same time and batches that are ready, in bytes."""

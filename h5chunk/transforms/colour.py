@@ -21,7 +21,6 @@ operations change the pixels in place, and give the same bits, by this arithmeti
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -32,7 +31,7 @@ import torch
 
 from h5chunk import native
 from h5chunk.errors import OptionError
-from h5chunk.machine import KeptThreads, available_cores
+from h5chunk.machine import KeptThreads, own_cores
 from h5chunk.native import cuda
 from h5chunk.native.colour import jitter
 from h5chunk.plan.draws import Draws
@@ -254,11 +253,7 @@ class Jitter:
             part, place = table[first : first + IMAGES], images.data_ptr() + first * image_bytes
             jitter(place, part, self._num_pixels, self._channels, interleaved=self._interleaved)
 
-        firsts = range(0, len(table), IMAGES)
-        if len(firsts) == 1:
-            change(0)
-            return
-        deque(self.threads.pool(available_cores()).map(change, firsts), 0)
+        self.threads.share(change, range(0, len(table), IMAGES), own_cores())
 
 
 def jitter_with_torch(images: torch.Tensor, table: np.ndarray) -> None:

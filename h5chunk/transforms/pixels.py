@@ -22,7 +22,6 @@ operations. All give the same bits, by this arithmetic:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -33,7 +32,7 @@ import torch
 
 from h5chunk import native
 from h5chunk.errors import OptionError
-from h5chunk.machine import KeptThreads, available_cores
+from h5chunk.machine import KeptThreads, own_cores
 from h5chunk.native.augment import ERASED, ImageRule, augment
 from h5chunk.plan.permutation import Indices
 from h5chunk.transforms.augment import AUGMENTING, MODES, Erasing, RandomCrop
@@ -142,11 +141,7 @@ class Pixels:
             part = table[first : first + IMAGES]
             augment(rule, source.data_ptr(), source.nbytes, part, out.data_ptr() + first * result_bytes)
 
-        firsts = range(0, len(table), IMAGES)
-        if len(firsts) == 1:
-            compute(0)
-            return
-        deque(self.threads.pool(available_cores()).map(compute, firsts), 0)
+        self.threads.share(compute, range(0, len(table), IMAGES), own_cores())
 
     def native_rule(self) -> ImageRule:
         """Return the rule in the format of C, which is made once."""

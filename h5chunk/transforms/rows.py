@@ -16,7 +16,7 @@ import torch
 
 from h5chunk import native
 from h5chunk.errors import OptionError, human_bytes
-from h5chunk.machine import KeptThreads, available_cores
+from h5chunk.machine import KeptThreads, own_cores
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import Field, MatrixField
 from h5chunk.transforms.compiled import DenseKernel
@@ -196,7 +196,7 @@ class RowConverter(Converter):
         return outs
 
     def _share(self, work: Callable[[int], None], parts: range) -> None:
-        self.threads.share(work, parts, min(DENSE_THREADS, available_cores()))
+        self.threads.share(work, parts, min(DENSE_THREADS, own_cores()))
 
     def _empty(self, num_rows: int, device: torch.device) -> torch.Tensor:
         shape = (num_rows, self.num_columns)

@@ -274,17 +274,25 @@ class Jitter:
 
 @pytest.mark.skipif(not available(), reason="only native code augments in threads")
 def test_threads_are_limited(dataset, monkeypatch):
-    """By the caller, or because the workers of a DataLoader share the cores."""
-    for module in ("transforms.pixels", "feed.sample_reader"):
-        monkeypatch.setattr(f"h5chunk.{module}.available_cores", lambda: 8)
+    """By the caller, or because the ranks of a host or the workers of a DataLoader share its cores."""
+    for name in ("h5chunk.machine.available_cores", "os.cpu_count"):
+        monkeypatch.setattr(name, lambda: 8)
     before = {*threading.enumerate()}
 
     def num_threads() -> int:
-        return sum(each.name.startswith("h5chunk-augment") for each in threading.enumerate() if each not in before)
+        started = [each for each in threading.enumerate() if each not in before]
+        return 1 + sum(each.name.startswith("h5chunk-augment") for each in started)  # and this thread
 
-    with ChunkLoader(dataset, 64, transforms=LIST, num_threads=2) as loader:
-        list(loader)
+    for wanted, how in ((3, {"num_threads": 3}), (1, {"num_threads": 1}), (8, {})):
+        with ChunkLoader(dataset, 80, transforms=LIST, **how) as loader:
+            next(iter(loader))
+            assert num_threads() <= wanted
+            assert (num_threads() == 1) == (wanted == 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with ChunkLoader(dataset, 80, transforms=LIST) as loader:
+        next(iter(loader))
         assert num_threads() == 2
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     as_worker(monkeypatch, 0, 4)
     augmented = dataset.with_transforms(LIST)
     augmented[range(64)]
