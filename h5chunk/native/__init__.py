@@ -172,7 +172,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("unshuffle", None, (address, address, number, number)),
         ("fletcher32", ctypes.c_uint32, (address, number)),
         ("unlzf", number, (address, number, address, number)),
-        ("dense", ctypes.c_int, (ctypes.POINTER(_Matrix), address, number, address)),
+        ("dense", ctypes.c_int, (ctypes.POINTER(_Matrix), address, number, address, address, number)),
         ("augment", ctypes.c_int, (address, address, number, address, number, number, address)),
         ("jitter", None, (address, address, number, number, number, ctypes.c_int)),
         ("copy_boxes", None, (address, address, number, number, address, number, address, address)),
@@ -419,13 +419,18 @@ class SparseRows:
         assert values is not None
         self._matrix = _Matrix(*addresses, 0, columns.itemsize, values.itemsize)
 
-    def make_dense(self, rows: np.ndarray, out: np.ndarray) -> None:
+    def make_dense(self, rows: np.ndarray, out: np.ndarray, filled: np.ndarray | None = None) -> None:
         """Write rows, (n,) int64, as dense rows to ``out``, which is C-contiguous and has the itemsize of the values.
+
+        If ``filled``, (n, 1 + m) int32, is given, ``filled[i, 0]`` is the number of columns that are not zero in row i
+        of ``out``, and these follow; or it is -1, and the row may have any values. This is changed to describe the new
+        rows. Then only these columns are cleared, instead of whole rows.
 
         Raises IndexError if a column is outside of ``out``.
         """
         self._matrix.num_columns = out.shape[1]
-        if _library().h5chunk_dense(self._matrix, rows.ctypes.data, len(rows), out.ctypes.data):
+        where = (None, 0) if filled is None else (filled.ctypes.data, filled.shape[1] - 1)
+        if _library().h5chunk_dense(self._matrix, rows.ctypes.data, len(rows), out.ctypes.data, *where):
             raise IndexError(f"a column is out of range for {out.shape[1]} columns")
 
     def copy(self, rows: np.ndarray, index_bytes: int, starts: int, columns: int, values: int) -> None:

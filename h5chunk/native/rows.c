@@ -5,7 +5,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 
-enum { AHEAD_ROWS = 4, AHEAD_BYTES = 2048 };
+enum { AHEAD_ROWS = 4, AHEAD_BYTES = 2048, PROBE_BYTES = 64, PROBE_STEP = 40503 };
 
 INLINE uint64_t load(const void *array, int64_t index, int num_bytes) {
     switch (num_bytes) {
@@ -46,14 +46,29 @@ INLINE void prefetch_row(const Matrix *matrix, int64_t row) {
     if (matrix->codes) prefetch((const uint8_t *)matrix->codes + first * code_bytes, count * code_bytes);
 }
 
+/* Clear a row: only what the previous filling of this row has set, if `set` says that. `set[0]` is the number of columns
+ * that follow it, or -1. A part of the row, another one for each row, is looked at to see whether others have written. */
+INLINE void clear(uint8_t *out, size_t row_bytes, const int32_t *set, int64_t row, int value_bytes) {
+    uint64_t probes[PROBE_BYTES / 8] = {0}, found = 0;
+    if (!set || set[0] < 0 || row_bytes < sizeof probes) {
+        memset(out, 0, row_bytes);
+        return;
+    }
+    for (int32_t i = 1; i <= set[0]; i++) store(out, (uint64_t)set[i], value_bytes, 0);
+    memcpy(probes, out + (uint64_t)row * PROBE_STEP % (row_bytes - sizeof probes + 1), sizeof probes);
+    for (int i = 0; i < PROBE_BYTES / 8; i++) found |= probes[i];
+    if (found) memset(out, 0, row_bytes);
+}
+
 /* All callers pass constant sizes, so the compiler generates a separate loop for each size. */
-INLINE int fill(const Matrix *matrix, const int64_t *rows, int64_t count, uint8_t *out, int column_bytes,
-                int value_bytes) {
+INLINE int fill(const Matrix *matrix, const int64_t *rows, int64_t count, uint8_t *out, int32_t *set, int64_t most_set,
+                int column_bytes, int value_bytes) {
     size_t row_bytes = (size_t)matrix->num_columns * (size_t)value_bytes;
     uint64_t constant = matrix->codes ? 0 : load(matrix->table, 0, value_bytes);
-    for (int64_t i = 0; i < count; i++, out += row_bytes) {
+    for (int64_t i = 0; i < count; i++, out += row_bytes, set = set ? set + 1 + most_set : NULL) {
         int64_t first = matrix->starts[rows[i]], end = matrix->starts[rows[i] + 1];
-        memset(out, 0, row_bytes);
+        clear(out, row_bytes, set, rows[i], value_bytes);
+        if (set) set[0] = -1;
         if (i + 1 < count) prefetch_row(matrix, rows[i + 1]);
         for (int64_t entry = first; entry < end; entry++) {
             uint64_t column = load(matrix->columns, entry, column_bytes), value = constant;
@@ -63,26 +78,33 @@ INLINE int fill(const Matrix *matrix, const int64_t *rows, int64_t count, uint8_
             else if (matrix->codes) value = load(matrix->codes, entry, value_bytes);
             store(out, column, value_bytes, value);
         }
+        if (!set || end - first > most_set) continue;
+        for (int64_t entry = first; entry < end; entry++)
+            set[1 + entry - first] = (int32_t)load(matrix->columns, entry, column_bytes);
+        set[0] = (int32_t)(end - first);
     }
     return 0;
 }
 
-INLINE int fill_columns(const Matrix *matrix, const int64_t *rows, int64_t count, uint8_t *out, int value_bytes) {
+INLINE int fill_columns(const Matrix *matrix, const int64_t *rows, int64_t count, uint8_t *out, int32_t *set,
+                        int64_t most_set, int value_bytes) {
     switch (matrix->column_bytes) {
-        case 1: return fill(matrix, rows, count, out, 1, value_bytes);
-        case 2: return fill(matrix, rows, count, out, 2, value_bytes);
-        case 4: return fill(matrix, rows, count, out, 4, value_bytes);
-        default: return fill(matrix, rows, count, out, 8, value_bytes);
+        case 1: return fill(matrix, rows, count, out, set, most_set, 1, value_bytes);
+        case 2: return fill(matrix, rows, count, out, set, most_set, 2, value_bytes);
+        case 4: return fill(matrix, rows, count, out, set, most_set, 4, value_bytes);
+        default: return fill(matrix, rows, count, out, set, most_set, 8, value_bytes);
     }
 }
 
-/* Make `count` rows dense. Returns 0, or -1 if a column is outside of the matrix. */
-EXPORT int h5chunk_dense(const Matrix *matrix, const int64_t *rows, int64_t count, void *out) {
+/* Make `count` rows dense. Returns 0, or -1 if a column is outside of the matrix. If `set` is not NULL, it has 1 + `most_set`
+ * numbers for each row of `out`: the number of columns that are not 0, or -1 if that is unknown, and these columns. */
+EXPORT int h5chunk_dense(const Matrix *matrix, const int64_t *rows, int64_t count, void *out, int32_t *set,
+                         int64_t most_set) {
     switch (matrix->value_bytes) {
-        case 1: return fill_columns(matrix, rows, count, out, 1);
-        case 2: return fill_columns(matrix, rows, count, out, 2);
-        case 4: return fill_columns(matrix, rows, count, out, 4);
-        default: return fill_columns(matrix, rows, count, out, 8);
+        case 1: return fill_columns(matrix, rows, count, out, set, most_set, 1);
+        case 2: return fill_columns(matrix, rows, count, out, set, most_set, 2);
+        case 4: return fill_columns(matrix, rows, count, out, set, most_set, 4);
+        default: return fill_columns(matrix, rows, count, out, set, most_set, 8);
     }
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from h5chunk.transforms.values import RowArithmetic, ValueRule, values_of
 
 MAX_INT32 = (1 << 31) - 1
 DENSE_BYTES = 4 << 20  # bytes of a batch that one thread makes dense; scripts/LOG.md
+CLEARED_BYTES = 400  # clearing a row costs as much as clearing a number in each so many bytes of it; scripts/LOG.md
+UNKNOWN = -1  # instead of the number of columns that are not zero
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 Share = Callable[[Callable[[int], None], range], None]  # does work for each part of a range
 
@@ -225,17 +228,56 @@ def scatter(out: torch.Tensor, entries: Entries, share: Share = alone) -> None:
     share(fill, range(0, num_rows, step))
 
 
-def scatter_natively(out: torch.Tensor, rows: CsrRows, rule: ValueRule, share: Share = alone) -> bool:
+class Filled:
+    """What is not zero in the last dense batch. If the next one gets its memory, only this is cleared.
+
+    The memory is another one unless batches are lent. The last batch must still exist, and torch's count of its changes
+    must be as before. Changes by NumPy are not counted: native code looks at a part of each row.
+    """
+
+    def __init__(self) -> None:
+        self._batch: weakref.ref[torch.Tensor] | None = None
+        self._address = self._version = 0
+        self._columns = np.empty((0, 0), np.int32)  # for each row as in `native.SparseRows.make_dense`
+
+    def columns_of(self, out: torch.Tensor) -> np.ndarray | None:
+        """Return the columns of each row of ``out`` that are not zero, or None if they are not worth keeping."""
+        most = out.shape[1] * out.itemsize // CLEARED_BYTES
+        if out.data_ptr() != self._address or not 0 < most < out.shape[1] <= MAX_INT32 or out.is_inference():
+            return None
+        if self._columns.shape != (len(out), 1 + most):
+            self._columns = np.full((len(out), 1 + most), UNKNOWN, np.int32)
+        last = None if self._batch is None else self._batch()
+        if last is None or last.shape != out.shape or last.dtype != out.dtype or last._version != self._version:
+            self._columns[:, 0] = UNKNOWN
+        return self._columns
+
+    def keep(self, out: torch.Tensor) -> None:
+        """Remember the batch that was filled with the columns."""
+        self._address = out.data_ptr()
+        if not out.is_inference():
+            self._batch, self._version = weakref.ref(out), out._version
+
+    def __reduce__(self) -> tuple[type[Filled], tuple[()]]:
+        return Filled, ()  # in other processes, there is no last batch
+
+
+def scatter_natively(
+    out: torch.Tensor, rows: CsrRows, rule: ValueRule, share: Share = alone, filled: Filled | None = None
+) -> bool:
     """Do the same as `scatter` in native code, without the GIL; return whether that was possible."""
     if rule.steps or not rule.is_direct(rows.values, rule.dtype) or not native.available():
         return False
     source, numbers = rows.natively(rule.table_of(rows.values, rule.dtype)), rows.host_numbers
     dense = out.view(SAME_SIZE[out.itemsize]).numpy()
+    columns = None if filled is None else filled.columns_of(out)
 
     def fill(start: int) -> None:
         part = slice(start, start + step)
-        source.make_dense(numbers[part], dense[part])
+        source.make_dense(numbers[part], dense[part], None if columns is None else columns[part])
 
     step = max(1, DENSE_BYTES // max(1, out.shape[1] * out.itemsize))
     share(fill, range(0, len(numbers), step))
+    if filled is not None:
+        filled.keep(out)
     return True

@@ -25,6 +25,7 @@ from h5chunk.transforms.csr import (
     Allocate,
     CsrRows,
     Entries,
+    Filled,
     Share,
     alone,
     entries_of,
@@ -114,7 +115,7 @@ class RowConverter(Converter):
             self.sample_bytes = 4 + math.ceil(per_row * (4 + self.dtype.itemsize))
         self.sample_bytes *= num_tensors(self.pair)
         self._kernel: DenseKernel | None = None
-        self.threads = KeptThreads("h5chunk-dense")
+        self.threads, self._filled = KeptThreads("h5chunk-dense"), Filled()
 
     def prepare(self, device: torch.device) -> None:
         """Start compiling the kernel that makes sparse rows dense, if the device and the transforms allow it."""
@@ -138,14 +139,17 @@ class RowConverter(Converter):
             return dense_values(rows, self.rule)
         if not self.makes_csr:
             out = self._empty(len(rows), rows.starts.device)
-            self.make_dense(rows, out, self._share if out.device.type == "cpu" else alone)
+            if out.device.type == "cpu":
+                self.make_dense(rows, out, self._share, self._filled)
+            else:
+                self.make_dense(rows, out)
             return out
         entries = entries_of(rows, self.rule, self.num_columns, self._allocate)
         return make_csr(entries.starts, entries.columns, entries.values, (len(rows), self.num_columns))
 
-    def make_dense(self, rows: CsrRows, out: torch.Tensor, share: Share = alone) -> None:
+    def make_dense(self, rows: CsrRows, out: torch.Tensor, share: Share = alone, filled: Filled | None = None) -> None:
         """Fill ``out``, (rows, columns), with the converted rows; ``share`` may use several threads."""
-        if out.device.type == "cpu" and scatter_natively(out, rows, self.rule, share):
+        if out.device.type == "cpu" and scatter_natively(out, rows, self.rule, share, filled):
             return
         if self._kernel is None or not self._kernel(rows, out):
             scatter(out, entries_of(rows, self.rule, self.num_columns), share)

@@ -467,6 +467,37 @@ def test_changing_a_csr_batch_changes_no_echo(tmp_path):
         batch.col_indices().fill_(0)
 
 
+CHANGES = {
+    "nothing": lambda batch: None,
+    "by torch": lambda batch: batch[:, :3].add_(1),
+    "a view by torch": lambda batch: batch.T[5:9].sub_(1),
+    "detached": lambda batch: batch.detach()[:, -1].add_(1),
+    "all by NumPy": lambda batch: np.add(batch.numpy(), 1, out=batch.numpy()),
+    "zeros by NumPy": lambda batch: batch.numpy().fill(0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_lent_dense_batches_may_be_changed(tmp_path, change, dtype):
+    if dtype == torch.bfloat16 and "NumPy" in change:
+        pytest.skip("NumPy has no bfloat16")
+    matrix = random_matrix(430, 9000, 20)
+    rows = torch.from_numpy(matrix.toarray())
+    loader = ChunkLoader(write(tmp_path / "a.h5", matrix), 50, transforms=[Dense(dtype)], reuse=True)
+    for _ in range(2):
+        for number, ((batch,), numbers) in enumerate(zip(loader, loader.order.batches(), strict=True)):
+            assert torch.equal(batch, rows[numbers].to(dtype))
+            if number % 3 != 1:
+                CHANGES[change](batch)
+            if number % 4 == 3:
+                del batch
+    with torch.inference_mode():
+        for (batch,), numbers in zip(loader, loader.order.batches(), strict=True):
+            assert torch.equal(batch, rows[numbers].to(dtype))
+            CHANGES[change](batch)
+
+
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("sparse", ["dense", "csr"])
 def test_windows_of_lanes_and_of_padding_fit(tmp_path, reuse, sparse):

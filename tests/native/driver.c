@@ -351,7 +351,12 @@ static void run_rows(int column_bytes, int value_bytes, int index_bytes, int has
     void *ends = malloc((size_t)((TAKEN + 1) * index_bytes)), *out = malloc((size_t)(num_taken * index_bytes));
     void *values = malloc((size_t)(num_taken * size));
     h5chunk_entries(&matrix, rows, TAKEN, index_bytes, ends, out, values);
-    EXPECT(!h5chunk_dense(&matrix, rows, TAKEN, dense));
+    enum { MOST_SET = 20 };
+    int32_t set[TAKEN][1 + MOST_SET];
+    memset(dense, 77, (size_t)(TAKEN * COLUMNS * size));
+    for (int i = 0; i < TAKEN; i++) set[i][0] = -1;
+    for (int first = TAKEN - 1; first >= 0; first--) /* each row is filled again and again */
+        EXPECT(!h5chunk_dense(&matrix, rows + first, TAKEN - first, dense, set[0], MOST_SET));
     for (int64_t i = 0, entry = 0; i < TAKEN; i++) {
         EXPECT(load(ends, i, index_bytes) == (uint64_t)entry);
         for (int64_t from = starts[rows[i]]; from < starts[rows[i] + 1]; from++, entry++) {
@@ -360,9 +365,12 @@ static void run_rows(int column_bytes, int value_bytes, int index_bytes, int has
             EXPECT(load(values, entry, value_bytes) == value);
             EXPECT(load(dense, i * COLUMNS + (int64_t)load(out, entry, index_bytes), value_bytes) == value);
         }
+        int64_t num_set = 0;
+        for (int column = 0; column < COLUMNS; column++) num_set += !!load(dense, i * COLUMNS + column, value_bytes);
+        EXPECT(num_set == rows[i] % 7 * 5 && set[i][0] == (num_set > MOST_SET ? -1 : num_set));
     }
     matrix.num_columns = 10;
-    EXPECT(h5chunk_dense(&matrix, rows, TAKEN, dense) == -1);
+    EXPECT(h5chunk_dense(&matrix, rows, TAKEN, dense, set[0], MOST_SET) == -1);
     int64_t none[2] = {0}, row = 0;
     Matrix empty = {none, NULL, NULL, table, COLUMNS, column_bytes, value_bytes};
     h5chunk_entries(&empty, &row, 1, index_bytes, ends, NULL, NULL);
