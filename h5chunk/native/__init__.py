@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 18  # version of the functions and structures in C
+VERSION = 19  # version of the functions and structures in C
 PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(
     [

@@ -21,7 +21,7 @@
 #include "maps.h"
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 18
+#define VERSION 19
 
 enum { READ = 0, VERIFY = 1, GATHER = 2, ROWS = 3, BLOCKS = 4 }; /* kinds of jobs */
 /* statuses of tickets */
