@@ -190,7 +190,8 @@ class ChunkLoader(Resumable):
     Attributes
     ----------
     report : EpochReport
-        Rates of the current or last epoch: samples/s, fresh samples, and the time spent waiting for batches.
+        Rates of the current or last epoch: samples/s, fresh samples, and the time spent waiting for batches; and the
+        samples that were skipped, if the data set has ``on_error="skip"``.
     is_resident : bool
         Whether all data is kept on the device.
     batch_sampler : ChunkSampler or iterable

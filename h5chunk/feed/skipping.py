@@ -128,7 +128,6 @@ class Skipping:
         Raises FileError if more than `max_skipped` of the data set's samples are bad, or for an error that is not due
         to damaged data.
         """
-        self.source.check_unchanged()
         keys = np.unique(keys)
         keys = keys[np.argsort(keys % REPEAT, kind="stable")]
         most = len(keys) if self.source.is_remote else PARTS
@@ -168,7 +167,8 @@ class Skipping:
         if not is_bad.any():  # another read may succeed
             return keys, []
         if is_bad.all():
-            raise FileError(f"{self._where}: all samples that are read together are bad: {_listed(bad)}")
+            own = {row: bad[row] for row in np.unique(rows).tolist()}
+            raise FileError(f"{self._where}: all samples that are read together are bad: {_listed(own)}")
         keys = keys.copy()
         for places, good in _batches_with_bad(is_bad, sizes):
             chosen = self._choose(rows, places, good, Draws(order.seed, order.epoch, keys[places]))

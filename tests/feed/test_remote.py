@@ -18,7 +18,7 @@ from support.object_server import bucket_server, disconnect, object_server
 from torch.utils.data import DataLoader
 
 import h5chunk
-from h5chunk.errors import FileError, MissingPackageError, OptionError, OutputError
+from h5chunk.errors import ChangedError, FileError, MissingPackageError, OptionError, OutputError
 from h5chunk.remote import client
 from h5chunk.remote.pages import PAGE, Pages
 
@@ -771,3 +771,33 @@ def test_device_buffers_are_given_back_once_all_is_cached(photos, tmp_path, stop
                 others += [torch.full((1 << 16,), 7, dtype=torch.uint8, device="cuda") for _ in range(100)]
                 torch.cuda.synchronize()
                 assert all(bool((other == 7).all()) for other in others)
+
+
+@pytest.mark.filterwarnings("ignore:sample .* cannot be read, so that another sample:UserWarning")
+def test_an_object_that_cannot_be_read_is_skipped(tmp_path):
+    """Its samples are replaced by those of other objects. An object that changes is an error."""
+    images = np.random.default_rng(0).integers(0, 256, (300, 3, 40, 40), np.uint8)
+    for part in range(3):
+        of_part = slice(100 * part, 100 * part + 100)
+        h5chunk.convert(
+            {"images": images[of_part], "labels": np.arange(300)[of_part]}, tmp_path / f"{part}.h5", shuffle=False
+        )
+    names = [f"{part}.h5" for part in range(3)]
+    with served(*(tmp_path / name for name in names)) as server:
+        options = {"fields": ["images", "labels", "sample_number"], "on_error": "skip", "max_skipped": 0.4}
+        dataset = h5chunk.ChunkDataset([f"{server.url}/{name}" for name in names], **options)
+        data = server.objects.pop("/1.h5")
+        with h5chunk.ChunkLoader(dataset, 64) as loader:
+            found = [batch for _ in range(2) for batch in loader]
+            bad = {sample.number for sample in loader.report.bad_samples}
+            assert 50 < loader.report.skipped == len(bad) and bad <= {*range(100, 200)}  # but those that are cached
+        sampler = h5chunk.ChunkSampler(dataset, 64)
+        assert_equal(found, [batch for _ in range(2) for batch in DataLoader(dataset, batch_sampler=sampler)])
+        for some, labels, numbers in found:
+            np.testing.assert_array_equal(some, images[labels])
+            assert (labels == numbers).all() and not bad & {*labels.tolist()}
+        assert all("/1.h5" in sample.reason for sample in dataset.skipped)
+        server.objects["/1.h5"] = changed(tmp_path / "1.h5")
+        assert data != server.objects["/1.h5"]
+        with h5chunk.ChunkLoader(dataset, 64) as loader, pytest.raises(ChangedError, match="changed"):
+            list(loader)

@@ -16,15 +16,17 @@ import pytest
 import torch
 from PIL import Image
 from support.damaged_chunks import damage
+from support.encoded import encoded
 from support.flipped_bits import flip, places
 from support.foreign import make_file, values
 from support.loaders import loader_by
+from support.matrices import random_matrix, write
 from torch.utils.data import DataLoader
 
-from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler, Mix, convert
+from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler, Mix, Patches, Windows, convert
 from h5chunk.errors import ChangedError, FileError, OptionError
 from h5chunk.stamp import stamp_of
-from h5chunk.transforms import RandomResizedCrop
+from h5chunk.transforms import Csr, Dense, RandomResizedCrop
 
 N, CHUNK, BATCH = 200, 5, 16
 SHAPE = (3, 4)
@@ -98,9 +100,9 @@ def test_a_dataloader_has_the_batches_of_a_loader(path, workers):
     sampler = ChunkSampler(dataset, BATCH, num_workers=max(1, workers))
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers)
     found = checked(loader) + checked(loader)
+    assert {sample.number for sample in dataset.skipped} == BAD
     with ChunkLoader(dataset, batch_sampler=ChunkSampler(dataset, BATCH, num_workers=max(1, workers))) as own:
         assert found == checked(own) + checked(own)
-    assert {sample.number for sample in dataset.skipped} == BAD
 
 
 def test_a_single_sample_and_a_shuffled_dataloader(path):
@@ -125,7 +127,12 @@ def test_the_last_batch_and_small_batches(path):
     assert len(found) == N // 2 and not BAD & {number for batch in found for number in batch}
     lists = [[1, 2], [16, 17], [3]]
     with ChunkLoader(dataset, batch_sampler=lists) as loader:
-        assert [set(batch) for batch in checked(loader)][::2] == [{1, 2}, {3}]
+        found = checked(loader)
+        assert found[::2] == [[1, 2], [3]] and {*found[1]} <= {1, 2, 3}
+    lists = [[1, 2], [16, 5, 17], [3]]
+    for resident in (False, True):
+        with ChunkLoader(dataset, batch_sampler=lists, resident=resident) as loader:
+            assert checked(loader) == [[1, 2], [5, 5, 5], [3]]
     with (
         ChunkLoader(dataset, batch_sampler=[[16, 17], [103]]) as loader,
         pytest.raises(FileError, match=r"are bad: .*3 is"),
@@ -236,6 +243,25 @@ def test_rows_that_point_outside(tmp_path, options):
         assert loader.report.skipped == 3
 
 
+@pytest.mark.parametrize("transform", [Dense(), Csr()])
+def test_rows_of_a_matrix(tmp_path, transform):
+    """In the chunk of each bad row, good ones can be read."""
+    matrix = random_matrix(N, 30, 5)
+    made, bad = write(tmp_path / "a.h5", matrix), {40, 41, 150}
+    with h5py.File(made, "r+") as file:
+        for row in bad:
+            file["X/indices"][matrix.indptr[row]] = 30
+    dense = matrix.toarray()
+    dataset = opened(made, fields=["X", "sample_number"], transforms=transform)
+    for batches in (ChunkLoader(dataset, BATCH), DataLoader(dataset, batch_sampler=ChunkSampler(dataset, BATCH))):
+        seen = []
+        for rows, numbers in chain(batches, batches):
+            np.testing.assert_array_equal(rows.to_dense(), dense[numbers.numpy()])
+            seen += numbers.tolist()
+        assert {*seen} == {*range(N)} - bad and len(seen) == 2 * N
+    assert {sample.number for sample in dataset.skipped} == bad
+
+
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 images of several sizes, two of which are not images."""
@@ -264,6 +290,7 @@ def test_images_that_cannot_be_decoded(photos, options):
     for images, own, numbers in found:
         assert images.shape[1:] == (3, 16, 16) and (labels[numbers] == own.numpy()).all()
         assert not {7, 33} & {*numbers.tolist()}
+        assert len({image.numpy().tobytes() for image in images}) == len(images)  # each is cut out at random
     if "echo" not in options:
         batches = DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 8))
         for one, other in zip(found, [*batches, *batches], strict=True):
@@ -271,19 +298,24 @@ def test_images_that_cannot_be_decoded(photos, options):
                 assert torch.equal(field, same)
 
 
-def test_what_is_not_skipped(path, tmp_path):
-    made = tmp_path / "b.h5"
-    made.write_bytes(path.read_bytes())
-    dataset = opened(made)
+@pytest.mark.parametrize("change", [-30_000, -2000, 4])
+def test_files_that_change_are_not_skipped(tmp_path, change):
+    images = np.repeat(IMAGES, 32, axis=1)
+    made = make_file(tmp_path / "a.h5", labels=(np.arange(N), {}), images=(images, {}))
+    dataset = opened(made, max_skipped=1)
+    dataset[[0]]
     with ChunkLoader(dataset, BATCH) as loader:
         next(iter(loader))
-        with made.open("ab") as file:
-            file.write(b"more")
+        os.truncate(made, made.stat().st_size + change)
         with pytest.raises(ChangedError, match="changed"):
             list(loader), list(loader)
-    with pytest.raises(ChangedError, match="changed"):
-        dataset[:32]
+    for batches in (DataLoader(dataset, BATCH), DataLoader(dataset, BATCH, num_workers=1)):
+        with pytest.raises(ChangedError, match="changed"):
+            list(batches)
+    assert not dataset.skipped
 
+
+def test_errors_of_transforms_are_not_skipped(path):
     def fail(_: torch.Tensor) -> torch.Tensor:
         raise OSError("a bug")
 
@@ -301,18 +333,50 @@ def test_samples_are_not_replaced_by_longer_ones(tmp_path):
     made = make_file(
         tmp_path / "a.h5", tokens=(tokens, {"chunks": (40,), "compression": "gzip"}), lengths=(lengths, {})
     )
-    for chunk in (5, 60):
+    for chunk in range(5, len(tokens) // 40, 8):
         damage(made, chunk, "tokens")
     dataset = ChunkDataset(
-        made, fields=["tokens", "sample_number"], lengths={"tokens": "lengths"}, on_error="skip", max_skipped=0.1
+        made, fields=["tokens", "sample_number"], lengths={"tokens": "lengths"}, on_error="skip", max_skipped=0.5
     )
+    sampler = ChunkSampler(dataset, batch_elements=600)
+    batches = [batch.tolist() for batch in sampler.order.batches()]
     for options in ({}, {"reuse": True}):
-        with ChunkLoader(dataset, batch_elements=400, **options) as loader:
-            for (own, sizes), numbers in loader:
-                assert (sizes.numpy() == lengths[numbers]).all() and own.numel() <= 400
-                for row, size, number in zip(own, sizes, numbers, strict=True):
-                    assert (row[:size] == number).all()
+        with ChunkLoader(dataset, batch_elements=600, **options) as loader:
+            for ((own, sizes), numbers), planned in zip(loader, batches, strict=True):
+                assert (sizes.numpy() == lengths[numbers.numpy()]).all() and own.numel() <= 600
+                for row, size, number, other in zip(own, sizes, numbers.tolist(), planned, strict=True):
+                    assert (row[:size] == number).all() and lengths[number] <= lengths[other]
     assert len(dataset.skipped) > 2
+
+
+def test_the_limit_is_of_an_epoch_if_samples_are_drawn_anew(tmp_path):
+    volumes = {name: (values((40, 40), np.uint8), {"chunks": (8, 8), "compression": "gzip"}) for name in "ab"}
+    made = make_file(tmp_path / "a.h5", **volumes)
+    damage(made, 12, "a")
+    fields = {"image": "*", "sample_number": "sample_number"}
+    dataset = Patches(made, fields, (4, 4), on_error="skip", max_skipped=0.1)
+    with ChunkLoader(dataset, BATCH) as loader:
+        counts = []
+        for _ in range(8):
+            assert sum(map(len, (numbers for *_, numbers in loader))) == len(dataset)
+            counts.append(loader.report.skipped)
+    assert sum(counts) > 0.1 * len(dataset) > max(counts) and len({*counts}) > 1
+
+
+def test_rows_that_were_never_written(tmp_path):
+    """It is found out before a window is read."""
+    frames = values((40, 8, 6, 3), np.uint8)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        rows = file.create_dataset("frames", (40,), h5py.vlen_dtype(np.uint8))
+        for number in {*range(40)} - {17}:
+            rows[number] = encoded(frames[number], "PNG")
+    dataset = Windows(
+        tmp_path / "a.h5", {"frames": "frames", "sample_number": "sample_number"}, 4, on_error="skip", max_skipped=0.2
+    )
+    for batches in (ChunkLoader(dataset, 8), DataLoader(dataset, 8)):
+        for own, numbers in batches:
+            np.testing.assert_array_equal(own, frames[numbers.numpy()[:, None] + np.arange(4)])
+    assert {sample.number for sample in dataset.skipped} == {14, 15, 16, 17}
 
 
 def test_arguments(path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
+import os
 import shutil
 import subprocess
 import time
@@ -12,9 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
+from support.damaged_chunks import damage
 from support.faults import small, watch
 from support.foreign import make_file, values
 from support.leftovers import nothing_is_left
@@ -23,10 +27,11 @@ from support.matrices import random_matrix, write
 from support.subsets import flat_epochs, subset_of_kind
 
 import h5chunk.native
-from h5chunk import ChunkLoader
+from h5chunk import ChunkDataset, ChunkLoader
 from h5chunk.errors import FileError
 from h5chunk.feed import resident
-from h5chunk.native import cuda
+from h5chunk.native import cuda, filters
+from h5chunk.stamp import stamp_of
 from h5chunk.transforms.csr import SampleNumbers
 from h5chunk.transforms.kernel_cache import Code
 
@@ -79,6 +84,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[ctypes.CDLL, ct
 def driver(libraries: tuple[ctypes.CDLL, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setenv("H5CHUNK_NATIVE", "1")
     monkeypatch.setattr(h5chunk.native, "_library", lambda: libraries[1])
+    monkeypatch.setattr(filters, "_modules", functools.cache(filters._modules.__wrapped__))
     found = Driver(libraries[0])
     found.fail("")
     found.copy_late(on=False)
@@ -288,6 +294,47 @@ def test_a_file_that_changes_is_not_copied(device: Driver, path: Path) -> None:
         path.touch()
         with pytest.raises(FileError, match=r"a\.h5.* changed"):
             [epoch_of(loader) for _ in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["raw", "coded", "matrix"])
+@pytest.mark.filterwarnings("ignore:sample .* cannot be read, so that another sample:UserWarning")
+def test_bad_samples_are_replaced(device: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The device has the batches of the host. Windows are read again into memory that late copies may still read."""
+    monkeypatch.setattr("h5chunk.feed.cuda_slots.PINNED_BYTES", 0)
+    monkeypatch.setattr("h5chunk.feed.cuda_slots.MIN_PINNED", 1)
+    monkeypatch.setattr("h5chunk.plan.slots.TOGETHER_BYTES", 1)
+    small(monkeypatch, whole_bytes=0)
+    file, count = tmp_path / "some.h5", 3000
+    if kind == "matrix":
+        matrix = random_matrix(count, 30, 5)
+        write(file, matrix)
+        with h5py.File(file, "r+") as opened:
+            for row in (40, 41, 1500):
+                opened["X/indices"][matrix.indptr[row]] = 30
+        dense, names = matrix.toarray(), ["X", "sample_number"]
+    else:
+        dense, names = values((count, 20), np.uint8), ["images", "labels", "sample_number"]
+        coded = {"compression": "gzip"} if kind == "coded" else {}
+        make_file(file, labels=(np.arange(count), {}), images=(dense, {"chunks": (10, 20), **coded}))
+        if coded:
+            damage(file, 7, "images")
+    dataset = ChunkDataset(file, fields=names, on_error="skip", max_skipped=0.1)
+    loaders = [ChunkLoader(dataset, 16, device=where, seed=2) for where in ("cpu", "cuda")]
+    if kind == "raw":  # as if the file had always been shorter
+        os.truncate(file, file.stat().st_size - 100)
+        for loader in loaders:
+            loader._source.reader.stamp = stamp_of(file)
+    found = []
+    for loader in loaders:
+        device.copy_late(on=True)
+        with loader:
+            for _ in range(3):
+                for some, *labels, numbers in loader:
+                    np.testing.assert_array_equal(some, dense[numbers.numpy()])
+                    assert not labels or labels[0].tolist() == numbers.tolist()
+                    found.append(numbers.tolist())
+                assert loader.report.skipped == {"raw": 5, "coded": 10, "matrix": 3}[kind]
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
 
 
 @pytest.mark.parametrize("kind", ["dense", "matrix", "ragged", "windows"])
