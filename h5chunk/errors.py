@@ -65,7 +65,10 @@ class FileError(H5ChunkError, OSError):
 
 
 class ChangedError(FileError):
-    """A file was changed, replaced, removed or closed since it was opened. No data set skips this error."""
+    """A file was changed, replaced, removed or closed since it was opened, or cannot be opened again.
+
+    No data set skips this error.
+    """
 
 
 class FieldError(FileError, KeyError):

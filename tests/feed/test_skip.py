@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import pickle
 from collections.abc import Iterable
@@ -17,13 +18,14 @@ import torch
 from PIL import Image
 from support.damaged_chunks import damage
 from support.encoded import encoded
+from support.faults import failure
 from support.flipped_bits import flip, places
 from support.foreign import make_file, values
 from support.loaders import loader_by
 from support.matrices import random_matrix, write
 from torch.utils.data import DataLoader
 
-from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler, Mix, Patches, Windows, convert
+from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler, Keyed, Mix, Patches, Windows, convert
 from h5chunk.errors import ChangedError, FileError, OptionError
 from h5chunk.stamp import stamp_of
 from h5chunk.transforms import Csr, Dense, RandomResizedCrop
@@ -312,6 +314,26 @@ def test_files_that_change_are_not_skipped(tmp_path, change):
     for batches in (DataLoader(dataset, BATCH), DataLoader(dataset, BATCH, num_workers=1)):
         with pytest.raises(ChangedError, match="changed"):
             list(batches)
+    assert not dataset.skipped
+
+
+@pytest.mark.parametrize("limit", [False, True])
+def test_files_that_cannot_be_opened_are_not_skipped(tmp_path, monkeypatch, limit):
+    """Each file is a sample, and is opened when it is read."""
+    for number in range(20):
+        make_file(tmp_path / f"{number:02}.h5", image=(IMAGES[number], {}))
+    dataset = Keyed(tmp_path, ["image"], on_error="skip", max_skipped=0.5)
+    error = "the file was removed"
+    if limit:
+        error = "Too many open files.*ulimit -n"
+        failed = FileError(f"a.h5: cannot be opened: {os.strerror(errno.EMFILE)}")
+        monkeypatch.setattr("h5chunk.store.read.open_files.open_descriptor", failure(failed))
+    else:
+        (tmp_path / "07.h5").unlink()
+    with ChunkLoader(dataset, 4) as loader, pytest.raises(ChangedError, match=error):
+        list(loader)
+    with pytest.raises(ChangedError, match=error):
+        dataset[:]
     assert not dataset.skipped
 
 

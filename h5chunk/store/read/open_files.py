@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from h5chunk import native
-from h5chunk.errors import FileError, closed
+from h5chunk.errors import ChangedError, FileError, closed
 from h5chunk.remote.mirror import Descriptor, Hold, Mirror, page_runs
 from h5chunk.remote.pages import Runs
 from h5chunk.store.hdf5.ranges import Ranges, open_descriptor
@@ -118,6 +118,7 @@ class OpenFiles:
         try:
             descriptor = open_descriptor(path)
         except FileError as error:
+            source.check_file(own)  # it may have been removed
             raise with_remedy(error, len(self._files)) from error.__cause__
         try:
             source.check_file(own, descriptor)
@@ -137,11 +138,11 @@ def _map(descriptor: int | None) -> np.ndarray:
     return UNMAPPED
 
 
-def with_remedy(error: FileError, num_files: int) -> FileError:
-    """Return the error. If too many files are open, add a remedy to it."""
+def with_remedy(error: FileError, num_files: int) -> ChangedError:
+    """Return the error for a file that cannot be opened any more. If too many files are open, add a remedy to it."""
     if os.strerror(errno.EMFILE) not in str(error):
-        return error
-    return FileError(f"{error}. Raise the limit with ulimit -n, or combine the {num_files} files into fewer ones")
+        return ChangedError(str(error))
+    return ChangedError(f"{error}. Raise the limit with ulimit -n, or combine the {num_files} files into fewer ones")
 
 
 def remote_pages(tasks: Iterable[Any], files: OpenFiles) -> dict[Mirror, Runs]:
