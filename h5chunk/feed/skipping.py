@@ -252,9 +252,8 @@ class Skipping:
             )
 
     def _names(self, rows: np.ndarray) -> list[str]:
-        period = self.source.epoch_samples
         with suppress(H5ChunkError):  # the file has no names
-            return [str(name) for name in self.names_of(rows % period if period else rows).tolist()]
+            return [str(name) for name in self.names_of(self._in_file(rows)).tolist()]
         return [""] * len(rows)
 
     @property

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler, Keyed, Mix, Patches, Windows, convert
 from h5chunk.errors import ChangedError, FileError, OptionError
 from h5chunk.stamp import stamp_of
-from h5chunk.transforms import Csr, Dense, RandomResizedCrop
+from h5chunk.transforms import Csr, Dense, MixUp, Normalize, RandomResizedCrop
 
 N, CHUNK, BATCH = 200, 5, 16
 SHAPE = (3, 4)
@@ -298,6 +298,18 @@ def test_images_that_cannot_be_decoded(photos, options):
         for one, other in zip(found, [*batches, *batches], strict=True):
             for field, same in zip(one, other, strict=True):
                 assert torch.equal(field, same)
+
+
+def test_good_images_are_mixed(photos):
+    """A mixture of samples is made of those that replace others."""
+    transforms = [RandomResizedCrop(16), Normalize(0.5, 0.5), MixUp(num_classes=3)]
+    dataset = opened(photos, fields=["images", "labels"], transforms=transforms)
+    with ChunkLoader(dataset, 8) as loader:
+        found = [tuple(map(copy.deepcopy, batch)) for batch in loader]
+        assert loader.report.skipped == 2
+    for one, other in zip(found, DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 8)), strict=True):
+        for field, same in zip(one, other, strict=True):
+            assert torch.isfinite(field).all() and torch.equal(field, same)
 
 
 @pytest.mark.parametrize("change", [-30_000, -2000, 4])
