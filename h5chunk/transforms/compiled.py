@@ -376,7 +376,7 @@ class DenseKernel(Compiling):
                     return self._by_driver(launch, some, both[1]) and torch.equal(*both)
 
                 self._launches[some.numbers is not None] = prepared(
-                    path_of(KERNELS, "make_rows_dense", given, self._options(some) | {"columns": self._num_columns}),
+                    path_of(KERNELS, "make_rows_dense", given, self._options(some)),
                     len(given),
                     (),
                     partial(self._by_triton, some, out),
@@ -408,7 +408,6 @@ class DenseKernel(Compiling):
             rows.starts if rows.numbers is None else rows.numbers.on_device,
             out,
             rows.first,
-            self._num_columns,
             float(self._rule.threshold or 0),
             self._rule.constant,
         )
@@ -416,6 +415,7 @@ class DenseKernel(Compiling):
     def _options(self, rows: CsrRows) -> dict[str, Any]:
         """The constants and options that the kernel is compiled for."""
         return {
+            "num_columns": self._num_columns,
             "has_numbers": rows.numbers is not None,
             "has_values": rows.values is not None,
             "has_table": self._table is not None,
@@ -432,7 +432,7 @@ class DenseKernel(Compiling):
         if any(address % ALIGNED for address in addresses) or rows.first > MAX_INT32:
             return False
         stream = current_stream(int(out.device.index))
-        return launch(stream, len(rows), (*addresses, *given[6:8], *map(bits_of, given[8:])))
+        return launch(stream, len(rows), (*addresses, given[6], *map(bits_of, given[7:])))
 
     def _by_triton(self, rows: CsrRows, out: torch.Tensor) -> Any:
         from h5chunk.transforms.kernels import make_rows_dense as kernel

@@ -24,6 +24,7 @@ from h5chunk.native import cuda
 
 MAX_FILES = 256  # the least recently written ones are deleted
 MAX_SHARED_BYTES = 48 << 10  # a kernel with more needs an attribute that a launch does not set
+SCRATCH = 2  # parameters that Triton adds at the end: null for a kernel without scratch memory
 ALIGNED = 16  # Triton compiles another kernel for addresses that are not multiples of this many bytes
 
 
@@ -42,7 +43,6 @@ class Code(NamedTuple):
         """Load the kernel into the current context; return None if the driver refuses it.
 
         The first ``num_given`` parameters of the kernel are passed at each launch, and ``constants`` are the next ones.
-        Triton adds its own parameters at the end, which are null for a kernel without scratch memory.
         """
         context = cuda.context()
         function = None if context is None else cuda.load(context, self.image, self.name)
@@ -54,7 +54,8 @@ class Code(NamedTuple):
             each.data_ptr() if isinstance(each, torch.Tensor) else bits_of(each) for each in constants
         ]
         launch.kept = constants
-        return launch if launch.num_parameters - num_known in range(3) else None
+        # Triton leaves out a number that is 1, unless it must not specialize it
+        return launch if launch.num_parameters == num_known + SCRATCH else None
 
 
 def bits_of(number: float) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.loaders import loader_by
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import h5chunk
@@ -397,11 +398,11 @@ def test_batches_on_a_gpu_are_those_on_the_cpu(
             expected = list(loader_by(dataset, batch_sampler=samplers[0], **options))
             with loader_by(dataset, batch_sampler=samplers[1], device="cuda", **options) as loader:
                 for _ in range(2):
-                    batches = [tuple(part.cpu() for part in batch) for batch in loader]
+                    batches = [[part.cpu() for part in tree_leaves(batch)] for batch in loader]
                     if loader.batch_sampler.order.epoch == 1:
                         pairs = zip(batches, expected, strict=True)
-                        assert all(all(map(torch.equal, own, other)) for own, other in pairs)
-                    assert sorted(torch.cat([batch[2] for batch in batches]).tolist()) == list(range(COUNT))
+                        assert all(all(map(torch.equal, own, tree_leaves(other))) for own, other in pairs)
+                    assert sorted(torch.cat([batch[-1] for batch in batches]).tolist()) == list(range(COUNT))
 
 
 @pytest.mark.gpu
@@ -413,7 +414,8 @@ def test_several_fields_on_a_gpu(tmp_path: Path, resident: bool) -> None:
     options: Any = {"resident": resident, "transforms": {"eta": [Pack()]}}
     with loader_by(dataset, 8, device="cuda", **options) as loader:
         for batch, expected in zip(loader, loader_by(dataset, 8, **options), strict=True):
-            assert all(torch.equal(own.cpu(), other) for own, other in zip(batch, expected, strict=True))
+            pairs = zip(tree_leaves(batch), tree_leaves(expected), strict=True)
+            assert all(torch.equal(own.cpu(), other) for own, other in pairs)
 
 
 @pytest.mark.gpu
@@ -424,4 +426,4 @@ def test_windows_without_any_step_on_a_gpu(tmp_path: Path) -> None:
     dataset = h5chunk.ChunkDataset(tmp_path / "a.h5", lengths={"values": "lengths"})
     for transforms, shape in (([Pad()], (4, 0, 2)), ([Pack()], (0, 2))):
         loader = h5chunk.ChunkLoader(dataset, 4, transforms=transforms, shuffle=False, device="cuda", resident=False)
-        assert [tuple(values.shape) for values, _ in loader][:5] == [shape] * 5
+        assert [tuple(tree_leaves(batch)[0].shape) for batch in loader][:5] == [shape] * 5
