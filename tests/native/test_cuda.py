@@ -163,12 +163,17 @@ def test_a_kernel_is_launched_with_its_arguments(driver: Driver) -> None:
 
 
 def test_machine_code_is_loaded(driver: Driver) -> None:
+    """The kernel has three parameters, of which Triton has added the last two."""
     out = np.zeros(1, np.int64)
-    launch = Code("kernel", 64, 0, b"code").launch(1, [torch.tensor(5)])
-    assert launch is not None and launch.arguments[2] == 0 and launch.grid_y == launch.grid_z == 1
-    launch.arguments[1] = 30
-    assert launch(USER_STREAM, 5, (out.ctypes.data,)) and out[0] == 30
-    assert Code("kernel", 64, 0, b"code").launch(2, [0.5, 1.5, 2.5]) is None, "the kernel has fewer parameters"
+    launch = Code("kernel", 64, 0, b"code").launch(1, [])
+    assert launch is not None and launch.grid_y == launch.grid_z == 1
+    launch.arguments[1:3] = 30, 12
+    assert launch(USER_STREAM, 5, (out.ctypes.data,)) and out[0] == 42
+    kept = torch.tensor(5)
+    constant = Code("kernel", 64, 0, b"code").launch(0, [kept])
+    assert constant is not None and constant.arguments[0] == kept.data_ptr()
+    assert Code("kernel", 64, 0, b"code").launch(1, [0.5]) is None, "a parameter was left out"
+    assert Code("kernel", 64, 0, b"code").launch(0, []) is None, "there is one parameter more"
     assert Code("other", 64, 0, b"code").launch(1, []) is None
     assert Code("kernel", 64, 0, b"bad").launch(1, []) is None
 
