@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from h5chunk.errors import OptionError, human_bytes
-from h5chunk.feed.columns import Columns, Destination, Kinds, Room, slot_bytes
+from h5chunk.feed.columns import ALIGNMENT, Columns, Destination, Kinds, Room, slot_bytes
 from h5chunk.transforms.csr import Allocate, SampleNumbers
 
 KEPT = 2  # free buffers to keep per field, because a loop holds one batch while the next is read
@@ -87,7 +87,8 @@ class BatchMemory:
                 return buffer
             self._free.appendleft(buffer)
         try:
-            return np.empty(num_bytes, np.uint8)
+            memory = np.empty(num_bytes + ALIGNMENT, np.uint8)  # copies past the caches write whole lines
+            return memory[-memory.ctypes.data % ALIGNMENT :][:num_bytes]
         except (MemoryError, ValueError):  # ValueError: NumPy cannot represent the size
             raise OptionError(
                 f"a batch needs {human_bytes(num_bytes)}, which is more than the free memory: use a smaller "
