@@ -117,12 +117,12 @@ class CpuSlot:
     """
 
     device = torch.device("cpu")
-    queues = True  # see CudaSlot
     buffer = None
     sender: tuple[int | None, int | None] = None, None  # nothing has to be sent
 
     def __init__(self, kinds: Kinds, num_samples: int, memory: BatchMemory | None) -> None:
         self.kinds, self._num_samples, self._is_lent = kinds, num_samples, memory is None
+        self.queues = all(kind.is_fixed for kind in kinds.values())  # see CudaSlot
         self._memory: BatchMemory | Room
         if memory is not None:
             self._memory = memory
