@@ -33,7 +33,7 @@ BLOCK = 256  # results, or entries of a sparse row, that a program handles at a 
 NUM_WARPS = 4  # of FusedKernel
 ZEROS, DENSE_WARPS = 4096, 16  # of DenseKernel: values to clear at a time, and warps; see scripts/LOG.md
 TAPS = 128  # weights that a program of augmentation computes at a time; see scripts/LOG.md
-KERNELS, AUGMENT = "h5chunk.transforms.kernels", "h5chunk.transforms.augment_kernel"  # modules that import Triton
+KERNELS = "h5chunk.transforms.kernels"  # the module that imports Triton
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -206,7 +206,7 @@ class AugmentKernel(Compiling):
                     return self._by_driver(launch, (given[0], other, *given[2:])) and torch.equal(given[1], other)
 
                 self._launches[has_rows] = prepared(
-                    path_of(AUGMENT, "augment_images", (*given, *self._constants), self._options(given[3], has_rows)),
+                    path_of(KERNELS, "augment_images", (*given, *self._constants), self._options(given[3], has_rows)),
                     len(given),
                     self._constants,
                     partial(self._by_triton, has_rows, given),
@@ -216,7 +216,7 @@ class AugmentKernel(Compiling):
     def _prepare_weights(self, table: torch.Tensor) -> None:
         taps, other = (self._empty_taps(1, 2).zero_() for _ in range(2))
         self._weigh = prepared(
-            path_of(AUGMENT, "weigh_taps", (table, taps, 2), {"constants": self._weights(table)}),
+            path_of(KERNELS, "weigh_taps", (table, taps, 2), {"constants": self._weights(table)}),
             3,
             (),
             lambda: self._weigh_by_triton(table, taps, 2),
@@ -295,7 +295,7 @@ class AugmentKernel(Compiling):
         return not given[1] % ALIGNED and launch(current_stream(int(self._device.index)), len(table), given)
 
     def _weigh_by_triton(self, table: torch.Tensor, taps: torch.Tensor, most: int) -> Any:
-        from h5chunk.transforms.augment_kernel import weigh_taps as kernel
+        from h5chunk.transforms.kernels import weigh_taps as kernel
 
         return kernel[(len(table), 2, -(-max(self._rule.size) // TAPS))](table, taps, most, *self._weights(table))
 
@@ -339,7 +339,7 @@ class AugmentKernel(Compiling):
         }
 
     def _by_triton(self, has_rows: bool, given: tuple[Any, ...]) -> Any:
-        from h5chunk.transforms.augment_kernel import augment_images as kernel
+        from h5chunk.transforms.kernels import augment_images as kernel
 
         with torch.cuda.device(self._device):
             blocks = (self._blocks(len(given[1])),)
