@@ -17,8 +17,8 @@ from h5chunk.feed.slots import KEPT, BatchMemory, SingleBuffer
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import RaggedField
-from h5chunk.transforms import Transform, compile_transforms
 from h5chunk.transforms.any_size import Pending
+from h5chunk.transforms.compile import Transform, compile_transforms
 from h5chunk.transforms.csr import CsrRows, SampleNumbers
 from h5chunk.transforms.images import ImagesByNumber
 from h5chunk.transforms.mixing import Mixer, seeds_of_batches

@@ -35,7 +35,8 @@ from h5chunk.store.read.field_readers import (
 from h5chunk.store.read.files import MAPPING, Paths
 from h5chunk.store.read.samples import FieldReader
 from h5chunk.store.read.source import Source
-from h5chunk.transforms import OWN_TRANSFORMS, Converter, Transforms, transforms_by_field
+from h5chunk.transforms.compile import OWN_TRANSFORMS, Transforms, transforms_by_field
+from h5chunk.transforms.converter import Converter
 
 LOADING_BYTES = 8 << 20  # size of the pieces in which resident data is read
 LOADING_SLOTS = 4  # number of pieces that are read concurrently

@@ -61,7 +61,7 @@ from h5chunk.store.read.joined import DROP, ERROR
 from h5chunk.store.read.ragged import RaggedField
 from h5chunk.store.read.source import Computed, Source
 from h5chunk.store.read.tables import decoded
-from h5chunk.transforms import Transforms
+from h5chunk.transforms.compile import Transforms
 from h5chunk.transforms.mixing import seeds_of_batches
 from h5chunk.transforms.pairs import Items
 

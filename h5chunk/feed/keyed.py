@@ -23,7 +23,7 @@ from h5chunk.store.read.checksums import OFF
 from h5chunk.store.read.fields import SAMPLE_NUMBER, attribute_defaults
 from h5chunk.store.read.files import Paths, list_data_files, single_file
 from h5chunk.store.read.keyed import keyed_source
-from h5chunk.transforms import Transforms
+from h5chunk.transforms.compile import Transforms
 
 QUIET_S = 1.0  # time after which progress is shown on a terminal
 

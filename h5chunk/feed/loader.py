@@ -34,8 +34,9 @@ from h5chunk.plan.order import Order
 from h5chunk.plan.slots import check_echo, num_echoed
 from h5chunk.store.read.field_readers import chosen_way
 from h5chunk.store.read.files import Paths
-from h5chunk.transforms import ToDtype, Transforms, transforms_by_field
+from h5chunk.transforms.compile import Transforms, transforms_by_field
 from h5chunk.transforms.mixing import Mixer, split_mixing
+from h5chunk.transforms.normalize import ToDtype
 from h5chunk.transforms.pairs import Items, num_tensors
 from h5chunk.transforms.ragged import Pack, packs
 

@@ -21,7 +21,7 @@ from h5chunk.store.read.fileset import FileSet, set_name
 from h5chunk.store.read.joined import Joined
 from h5chunk.store.read.source import Computed, Source, by_part, of_all_parts
 from h5chunk.store.read.windows import WindowReader
-from h5chunk.transforms import Transforms
+from h5chunk.transforms.compile import Transforms
 
 MEMBER = "member"  # the field with the number of a sample's member
 

@@ -31,7 +31,7 @@ from h5chunk.store.read.field_readers import field_readers
 from h5chunk.store.read.fields import SAMPLE_NUMBER, Fields, named_paths
 from h5chunk.store.read.files import Paths, list_data_files
 from h5chunk.store.read.volumes import POSITION, WEIGHTS, PatchReader, VolumeBoxes, VolumeField, Volumes, open_volumes
-from h5chunk.transforms import Transforms
+from h5chunk.transforms.compile import Transforms
 
 PADDINGS = ("none", "edge", "reflect")
 

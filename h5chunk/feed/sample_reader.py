@@ -39,22 +39,20 @@ from h5chunk.store.read.fields import Field
 from h5chunk.store.read.open_files import OpenFiles
 from h5chunk.store.read.ragged import RaggedField, SeriesField
 from h5chunk.store.read.reader import Source
-from h5chunk.transforms import (
+from h5chunk.transforms.any_size import whole_images
+from h5chunk.transforms.compile import (
     BATCH_TRANSFORMS,
     DRAWN,
-    Converter,
-    Normalize,
-    ToDtype,
     Transforms,
     check_first,
     compile_transforms,
     transforms_by_field,
 )
-from h5chunk.transforms.any_size import whole_images
-from h5chunk.transforms.converter import Loaded, loaded
+from h5chunk.transforms.converter import Converter, Loaded, loaded
 from h5chunk.transforms.csr import CsrRows, fresh
 from h5chunk.transforms.images import convert
 from h5chunk.transforms.mixing import Mixer, split_mixing
+from h5chunk.transforms.normalize import Normalize, ToDtype
 from h5chunk.transforms.pairs import Items, Kind, is_packed, num_tensors
 from h5chunk.transforms.segments import as_array, make_csr
 

@@ -25,7 +25,7 @@ from h5chunk.store.read.fields import Field, Fields, attribute_defaults, named_p
 from h5chunk.store.read.files import Paths
 from h5chunk.store.read.source import Groups
 from h5chunk.store.read.windows import Episodes, WindowReader
-from h5chunk.transforms import Transforms
+from h5chunk.transforms.compile import Transforms
 
 IS_PAD = "_is_pad"
 PADDINGS = ("none", "edge")
