@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -64,6 +64,7 @@ class DataSource:
     timeout_s: float | None
     subset: np.ndarray | None = None  # numbers of the samples in the file, ascending; None for all samples
     skipping: Skipping | None = None  # how bad samples are replaced; None if they raise an error
+    memory: Mapping[str, np.ndarray] | None = None  # all samples by field, if they are in the host's memory
 
     @property
     def num_samples(self) -> int:

@@ -166,7 +166,8 @@ class ReadPool:
     ``fields`` has the readers of the fields of ``reader``. ``numbered`` computes the fields that are not in the file
     from sample numbers. `WorkerError` is raised if no task completes for ``timeout_s`` seconds; None waits forever.
     With ``skips``, small fields that are damaged are not kept in memory, but read with each window. ``to_gpu`` says
-    that windows are copied to a GPU once they have been read.
+    that windows are copied to a GPU once they have been read. If ``memory`` has all samples, (num_samples, ...) by
+    field, windows are copied from it, and no file is opened.
     """
 
     def __init__(
@@ -179,12 +180,14 @@ class ReadPool:
         timeout_s: float | None = TIMEOUT_S,
         skips: bool = False,
         to_gpu: bool = False,
+        memory: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         self._reader, self._numbered = reader, numbered or {}
         self._fields = {name: field.rows_field for name, field in fields.items()}
         self.path, self.timeout_s = reader.path, timeout_s
         self.epoch, self.tasks_done = 0, 0  # epoch of the next windows to read; tasks that Python threads have done
-        self.is_local = not reader.is_remote  # whether all data is on this machine
+        self._in_memory = memory is not None
+        self.is_local = self._in_memory or not reader.is_remote  # whether all data is on this machine
         self._hangs = False  # whether a wait has run into its timeout
         self.has_ended = threading.Event()  # set once the pool is closed and all threads have ended
         self.process = os.getpid()
@@ -199,12 +202,15 @@ class ReadPool:
         self.files = OpenFiles(reader)
         try:
             self._stamp: tuple[Any, ...] = ()  # path and stamp of a single local file
-            if not self.files.are_several:
-                self._stamp = () if reader.is_remote else (os.fsencode(reader.path), *reader.stamp)
-                self.files.descriptor(0)
-            self._forget()
-            stored = {name: reader.source_of(name).fields[name] for name in fields}
-            self._whole = read_small_fields(self._fields, stored, self.files, reader.check_unchanged, skips=skips)
+            if memory is not None:
+                self._whole = dict(memory)
+            else:
+                if not self.files.are_several:
+                    self._stamp = () if reader.is_remote else (os.fsencode(reader.path), *reader.stamp)
+                    self.files.descriptor(0)
+                self._forget()
+                stored = {name: reader.source_of(name).fields[name] for name in fields}
+                self._whole = read_small_fields(self._fields, stored, self.files, reader.check_unchanged, skips=skips)
             self._plain |= self._whole.keys() | {name for name, field in self._fields.items() if field.reads_rows}
             if available():
                 self._native = NativePool(num_threads, is_cached=to_gpu and num_threads > FEW_THREADS)
@@ -281,7 +287,7 @@ class ReadPool:
 
     def check_unchanged(self) -> None:
         """Raise FileError if the only file has changed since it was opened. Several files are checked during reads."""
-        if not self.files.are_several and stamp_of(self._reader.path) != self._reader.stamp:
+        if not (self._in_memory or self.files.are_several) and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
 
     def load(self, window: Window, slot: Any) -> WindowRead:
@@ -335,7 +341,7 @@ class ReadPool:
 
     def queues(self, slot: Any, num_samples: int) -> bool:
         """Return whether native threads alone fill a slot, so that a window can be queued for memory still in use."""
-        can_queue = num_samples and self._stamp and self._native is not None and slot.queues
+        can_queue = num_samples and (self._stamp or self._in_memory) and self._native is not None and slot.queues
         return bool(can_queue and self._plain >= slot.kinds.keys())
 
     def _rows_of(self, window: Window, fields: Mapping[str, Destination]) -> NativeTasks:

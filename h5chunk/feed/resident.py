@@ -9,34 +9,33 @@ import math
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 
-from h5chunk.errors import FileError, WorkerError
+from h5chunk.errors import FileError
 from h5chunk.feed.batches import BatchMaker, EpochReport, Tensors
 from h5chunk.feed.budget import LOADING_SLOTS, DataSource
 from h5chunk.feed.columns import Columns, slot_bytes
 from h5chunk.feed.skipping import Bad, check_skipped
 from h5chunk.feed.slots import KEPT, BatchMemory, to_device
 from h5chunk.feed.stream import BadSamplesError, WindowStream
-from h5chunk.native import DONE, GATHER, JOB, NativePool, available
+from h5chunk.native import available
 from h5chunk.plan.draws import REPEAT, Draws
-from h5chunk.plan.order import Epoch, Order
+from h5chunk.plan.order import Epoch, Order, Window
 from h5chunk.plan.selection import FixedSelection
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
+from h5chunk.transforms.segments import as_array
 
-AHEAD = 3  # batches per thread that are gathered ahead: few enough to stay in a processor's cache
-AHEAD_BYTES = 16 << 20  # limit on the batches that are gathered ahead
-TOGETHER_BYTES = 4 << 20  # small batches are gathered several at a time, because each call has overhead in Python
-QUICK_BYTES = 64 << 10  # gathering a smaller batch is faster than passing it to a thread
-FOREVER_S = 1e9
+AHEAD = 3  # windows per thread that are copied ahead
+AHEAD_BYTES = 64 << 20  # limit on the windows that are copied ahead
+TOGETHER_BYTES = 16 << 20  # small batches are copied several at a time, because each window has overhead in Python
+QUICK_BYTES = 64 << 10  # copying a smaller batch is faster than passing it to a thread
 
 
 class Resident:
@@ -58,9 +57,9 @@ class Resident:
             samples = np.arange(source.reader.num_samples) if source.subset is None else source.subset
             source = replace(source, subset=np.setdiff1d(samples, list(self._bad)))
         self._memory = BatchMemory(KEPT * len(source.kinds)) if source.device.type == "cpu" else None
-        self._ahead: GatherAhead | None = None
+        self._ahead: _Ahead | None = None
         if self._memory is not None and available() and all(kind.is_fixed for kind in source.kinds.values()):
-            self._ahead = GatherAhead(self._columns, source.num_threads)
+            self._ahead = _Ahead(source, self._columns)
         self._process = os.getpid()
         self._planned: dict[int, _DrawnOrder] = {}
 
@@ -187,7 +186,7 @@ class Resident:
 
     def _gathered(self, samples: np.ndarray, size: int, maker: BatchMaker, batch_size: int) -> Iterator[Columns]:
         if self._ahead is not None and self._ahead.is_worthwhile(batch_size):
-            yield from self._ahead.batches(samples, size)
+            yield from self._ahead.windows(samples, size)
             return
         numbers = to_device(samples, self._device)
         for first in range(0, len(samples), size):  # a suspended generator must not keep the fields
@@ -240,96 +239,64 @@ def _whole(order: Order) -> np.ndarray:
     return np.concatenate([np.empty(0, np.int64), *order.keys()])
 
 
-class GatherAhead:
-    """Threads that gather batches ahead, from contiguous tensors of shape (num_samples, ...) on the CPU.
+@dataclass(frozen=True)
+class _Listed:
+    """The windows of samples that a stream copies from memory, in this order, ``size`` at a time."""
 
-    A forked process must not use it, because a fork has no threads.
-    """
+    samples: np.ndarray
+    size: int
+    epoch: int
 
-    def __init__(self, fields: Sequence[torch.Tensor], num_threads: int) -> None:
-        self._fields = [(field, field[:1].nbytes) for field in fields]
-        self._sample_bytes = sum(row_bytes for _, row_bytes in self._fields)
-        self._num_threads, self._tickets, self._process = num_threads, 0, os.getpid()
-        self._pool = NativePool(max(1, num_threads - 1))  # the caller gathers, too, when it would have to wait
-        self._memory = BatchMemory((KEPT + AHEAD * num_threads) * len(fields))
-        self._queue: deque[tuple[int, tuple[torch.Tensor, ...], np.ndarray]] = deque()  # threads may write to these
-        self._lock, self._is_iterated, self._is_closed = threading.Lock(), False, False
+    is_pure = False  # the next samples are not known
+
+    @property
+    def num_batches(self) -> int:
+        """The number of windows."""
+        return -(-len(self.samples) // self.size)
+
+    def windows(self, start: int = 0) -> Iterator[Window]:
+        """Yield windows, the first of which is window ``start``."""
+        for number in range(start, self.num_batches):
+            some = self.samples[number * self.size : (number + 1) * self.size]
+            yield Window(some, some, some, range(number, number + 1), some)
+
+
+class _Ahead:
+    """Copies samples of columns in the host's memory ahead, as a stream of windows whose source is this memory."""
+
+    def __init__(self, source: DataSource, columns: Columns) -> None:
+        memory = {name: as_array(column) for name, column in zip(source.kinds, columns, strict=True)}
+        self._source = replace(source, memory=memory, fields={}, numbered={}, skipping=None)
+        self._sample_bytes = sum(kind.sample_bytes for kind in source.kinds.values())
+        self._stream: WindowStream | None = None
+        self._numbers = count()
 
     def num_together(self, batch_size: int) -> int:
-        """Return the number of batches to gather into one buffer, which these batches then share."""
+        """Return the number of batches to copy into one buffer, which these batches then share."""
         return max(1, TOGETHER_BYTES // (batch_size * self._sample_bytes))
 
     def is_worthwhile(self, batch_size: int) -> bool:
-        """Return whether it pays to gather batches of this size ahead. False in a fork, which has no threads."""
-        return batch_size * self._sample_bytes >= QUICK_BYTES and os.getpid() == self._process
+        """Return whether it pays to copy batches of this size ahead."""
+        return batch_size * self._sample_bytes >= QUICK_BYTES
 
-    def batches(self, samples: np.ndarray, batch_size: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield the fields of each batch in separate memory. The sample numbers, (n,) int64, are not checked.
-
-        Raise `EOFError` or `OSError` if another thread closes this object at the same time.
-        """
-        self._is_iterated = True
+    def windows(self, samples: np.ndarray, size: int) -> Iterator[Columns]:
+        """Yield the columns of ``size`` samples at a time. ``samples``, (n,) int64, are their positions in memory."""
+        order = _Listed(np.ascontiguousarray(samples), size, next(self._numbers))
+        if self._stream is None or not self._stream.is_usable:  # a fork has no threads
+            num_bytes = size * self._sample_bytes
+            num_slots = 1 + max(2, min(AHEAD * self._source.num_threads, AHEAD_BYTES // num_bytes))
+            plan = SlotPlan(order, num_slots, num_slots, size, num_bytes)
+            self._stream = WindowStream(self._source, plan, lends_slot=False, once=True)
         try:
-            self._drain()
-            samples = np.ascontiguousarray(samples)
-            max_pending = max(2, min(AHEAD * self._num_threads, AHEAD_BYTES // (batch_size * self._sample_bytes)))
-            firsts = iter(range(0, len(samples), batch_size))
-            done: set[int] = set()
-            while True:
-                if os.getpid() != self._process:  # before the pool is called: a fork may have copied its locks locked
-                    raise WorkerError("the process was forked during an iteration: start a new iteration in the fork")
-                for first in islice(firsts, max_pending - len(self._queue)):
-                    self._submit(samples[first : first + batch_size])
-                if not self._queue:
-                    return
-                self._wait(self._queue[0][0], done)
-                yield self._queue.popleft()[1]
-        finally:
-            self._end()
-
-    def _submit(self, samples: np.ndarray) -> None:
-        count, indices = len(samples), samples.ctypes.data
-        jobs = np.empty(len(self._fields), JOB)
-        gathered = tuple(self._memory.empty((count, *field.shape[1:]), field.dtype) for field, _ in self._fields)
-        for number, ((field, row_bytes), out) in enumerate(zip(self._fields, gathered, strict=True)):
-            num_bytes = count * row_bytes
-            jobs[number] = (GATHER, 0, 0, count, num_bytes, field.data_ptr(), indices, out.data_ptr(), 0, 0, 0, 0)
-        self._tickets += 1
-        self._queue.append((self._tickets, gathered, samples))  # first, as a signal may interrupt this anywhere
-        self._pool.submit(self._tickets, jobs)
-
-    def _wait(self, ticket: int, done: set[int]) -> None:
-        while ticket not in done:
-            if (result := self._pool.wait(FOREVER_S, gathers=True)) is not None:
-                if result.status != DONE:
-                    raise EOFError("the threads that gather batches were stopped")
-                done.add(result.ticket)
-        done.remove(ticket)
-
-    def _drain(self) -> None:
-        """Wait until no thread writes to a batch that was not yielded.
-
-        All open tickets are waited for, because the queue may lack some after a signal.
-        """
-        while os.getpid() == self._process and self._pool.num_open:
-            self._pool.wait(FOREVER_S)
-        self._queue.clear()
-
-    def _end(self) -> None:
-        """End an iteration. If `close` was called during it, free the threads."""
-        self._drain()
-        with self._lock:
-            self._is_iterated = False
-            if self._is_closed and os.getpid() == self._process:
-                self._pool.free()
+            yield from self._stream.windows(order)
+        except GeneratorExit:  # the threads stay for the next samples
+            raise
+        except BaseException:  # a signal may have hidden that a window has been copied
+            self.close()
+            raise
 
     def close(self) -> None:
         """Stop the threads."""
-        with self._lock:
-            if self._is_closed or os.getpid() != self._process:
-                return
-            self._is_closed = True
-            self._pool.close(FOREVER_S)
-            self._fields.clear()
-            if not self._is_iterated:
-                self._pool.free()
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()

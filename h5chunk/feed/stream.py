@@ -237,9 +237,11 @@ class WindowStream:
                 self._maker.start()
             how: dict[str, Any] = {"numbered": source.numbered, "timeout_s": source.timeout_s}
             how |= {"skips": source.skipping is not None, "to_gpu": source.device.type != "cpu"}
-            if source.reader.is_remote:
+            how["memory"] = source.memory
+            is_remote = source.reader.is_remote and source.memory is None
+            if is_remote:
                 how |= {"selection": plan.order.selection, "num_windows": plan.num_slots}
-            pool = RemoteReadPool if source.reader.is_remote else ReadPool
+            pool = RemoteReadPool if is_remote else ReadPool
             self._pool = pool(source.reader, source.fields, source.num_threads, **how)
             self._start_reading(plan.order, start)
         except BaseException:
@@ -406,8 +408,10 @@ class WindowStream:
             count = plan.num_slots
         self._free.extend(islice(self._make_slots(plan), count))
 
-    def windows(self, order: Order) -> Iterator[Columns]:
-        """Yield the fields of each window of the first epoch. They are valid until the next window is requested."""
+    def windows(self, order: Any) -> Iterator[Columns]:
+        """Yield the columns of each window of an epoch. If slots are lent, they are valid until the next request."""
+        if self._next != (order.epoch, 0):
+            self._restart_reading(order, 0)
         self._next, self._report, left = None, EpochReport(), order.num_batches
         while left:
             if not self._open:

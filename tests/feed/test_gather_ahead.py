@@ -14,10 +14,10 @@ from support.faults import failure, nth, watch
 from support.foreign import make_file
 from support.leftovers import in_fork, nothing_is_left
 
-from h5chunk.errors import WorkerError
+from h5chunk.errors import FileError
 from h5chunk.feed import resident
 from h5chunk.feed.loader import ChunkLoader
-from h5chunk.native import NativePool, available
+from h5chunk.native import NativePool, Result, available
 
 __all__ = ["nothing_is_left"]
 
@@ -70,23 +70,30 @@ def test_threads_write_to_no_memory_that_was_freed(small_images: Path, monkeypat
     made: list[weakref.ref[torch.Tensor]] = []
     asked: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
-    def note_ticket(pool: NativePool, ticket: int, jobs: np.ndarray) -> None:
+    def note_ticket(_pool: NativePool, ticket: int, *_: Any) -> None:
         asked[ticket] = made[:]
         made.clear()
 
     def check(*_: Any, **__: Any) -> None:
         assert all(tensor() is not None for tensors in asked.values() for tensor in tensors)
 
+    def note_end(result: Result | None, *_: Any) -> None:
+        if result is not None:
+            asked.pop(result.ticket, None)  # some were asked before
+
     with ChunkLoader(small_images, 64, resident=True) as loader:
         next(iter(loader))  # reading is over
+        made.clear()
         watch(monkeypatch, "feed.slots.BatchMemory.empty", after=lambda tensor, *_: made.append(weakref.ref(tensor)))
         watch(monkeypatch, "native.NativePool.submit", note_ticket, note=False)
-        watch(monkeypatch, "native.NativePool.wait", check, lambda result, *_: asked.pop(result.ticket), note=False)
+        for call in ("wait", "poll"):
+            watch(monkeypatch, f"native.NativePool.{call}", check, note_end, note=False)
         for stop in range(5):
             for number, _ in enumerate(loader):
                 if number == stop:
                     break
-            assert not asked
+        list(loader)
+        assert not asked
 
 
 def test_an_interrupt_while_threads_gather(small_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,10 +110,13 @@ def test_an_interrupt_while_threads_gather(small_images: Path, monkeypatch: pyte
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_while_batches_are_gathered_ahead(small_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child calls no function of its parent's pool, whose locks may be held for ever."""
-    parent = os.getpid()
+    parent, pools = os.getpid(), list[NativePool]()
 
-    def check(*_: Any, **__: Any) -> None:
-        assert os.getpid() == parent
+    def check(pool: NativePool, *_: Any, **__: Any) -> None:
+        if os.getpid() == parent:
+            pools.append(pool)
+        else:
+            assert not any(pool is other for other in pools)
 
     for call in ("submit", "wait", "_ask"):
         watch(monkeypatch, f"native.NativePool.{call}", check, note=False)
@@ -115,7 +125,7 @@ def test_a_fork_while_batches_are_gathered_ahead(small_images: Path, monkeypatch
     next(batches)
 
     def in_child() -> None:
-        with pytest.raises(WorkerError, match="fork"):
+        with pytest.raises(FileError, match="fork"):
             list(batches)
         for images, labels in loader:
             np.testing.assert_array_equal(images, IMAGES[labels])
