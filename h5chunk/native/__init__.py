@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 19  # version of the functions and structures in C
+VERSION = 20  # version of the functions and structures in C
 PART_BYTES = 2 << 20  # approximate bytes of the jobs that a thread takes at a time
 JOB = np.dtype(
     [
@@ -158,7 +158,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("open", pool, (ctypes.c_int, number, ctypes.c_int)),
         ("num_threads", ctypes.c_int, (pool,)),
         ("submit", ctypes.c_int, (pool, ctypes.c_uint64, address, number, *map(ctypes.POINTER, (Ending, Buffer)))),
-        ("wait", ctypes.c_int, (pool, ctypes.c_double, ctypes.c_int, ctypes.POINTER(Result))),
+        ("wait", ctypes.c_int, (pool, ctypes.c_double, ctypes.POINTER(Result))),
         ("run", None, (address, number, ctypes.POINTER(Result))),
         ("progress", number, (pool,)),
         ("decoding", number, (pool,)),
@@ -258,15 +258,14 @@ class NativePool:
                 del self._kept[ticket]
                 raise OSError("the pool of reader threads is closed")
 
-    def wait(self, timeout_s: float, *, gathers: bool = False) -> Result | None:
+    def wait(self, timeout_s: float) -> Result | None:
         """Return the result of the next ticket that ends, or None if none ends within ``timeout_s``.
 
-        With ``gathers``, the calling thread runs waiting jobs meanwhile, which must be of the kind GATHER. Raises
-        EOFError if the pool is closed and the results of all tickets were returned.
+        Raises EOFError if the pool is closed and the results of all tickets were returned.
         """
         result = Result()
         with self._inside() as pool:
-            state = self._library.h5chunk_wait(pool, timeout_s, gathers, result) if pool else -1
+            state = self._library.h5chunk_wait(pool, timeout_s, result) if pool else -1
         if state < 0:
             raise EOFError("the pool of reader threads is closed")
         if not state:
@@ -278,7 +277,7 @@ class NativePool:
         """Return the result of a ticket that has ended, if there is one, without waiting."""
         result = Result()
         with self._lock:
-            if not self._pool or _quick().h5chunk_wait(self._pool, 0.0, False, result) != 1:
+            if not self._pool or _quick().h5chunk_wait(self._pool, 0.0, result) != 1:
                 return None
         self._kept.pop(result.ticket, None)
         return result

@@ -21,7 +21,7 @@
 #include "maps.h"
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 19
+#define VERSION 20
 
 enum { READ = 0, VERIFY = 1, GATHER = 2, ROWS = 3, BLOCKS = 4 }; /* kinds of jobs */
 /* statuses of tickets */
@@ -650,10 +650,8 @@ static void run_part(Pool *pool, Scratch *scratch) {
     int64_t worked = nanoseconds() - started;
     pthread_mutex_lock(&pool->lock);
     pool->progress += worked;
-    if (scratch) { /* without it, no block is decoded */
-        pool->decoding += scratch->coder.worked;
-        scratch->coder.worked = 0;
-    }
+    pool->decoding += scratch->coder.worked;
+    scratch->coder.worked = 0;
     if (result.status && ticket->result.status == DONE) {
         result.ticket = ticket->result.ticket;
         ticket->result = result;
@@ -774,15 +772,13 @@ EXPORT int h5chunk_submit(Pool *pool, uint64_t number, const Job *jobs, int64_t 
 }
 
 /* Wait for the next ticket that is done. Returns 1 and its result; 0 after `timeout_s`; -1 if the pool is closing and all
- * tickets were returned. With `gathers`, the caller runs waiting jobs meanwhile, which must be of the kind GATHER. */
-EXPORT int h5chunk_wait(Pool *pool, double timeout_s, int gathers, Result *result) {
+ * tickets were returned. */
+EXPORT int h5chunk_wait(Pool *pool, double timeout_s, Result *result) {
     struct timespec end = after(timeout_s);
     pthread_mutex_lock(&pool->lock);
     int error = 0;
-    while (!pool->finished.first && !(pool->is_closing && !pool->num_open) && error != ETIMEDOUT) {
-        if (gathers && pool->waiting.first) run_part(pool, NULL);
-        else error = pthread_cond_timedwait(&pool->done, &pool->lock, &end);
-    }
+    while (!pool->finished.first && !(pool->is_closing && !pool->num_open) && error != ETIMEDOUT)
+        error = pthread_cond_timedwait(&pool->done, &pool->lock, &end);
     Ticket *ticket = pop(&pool->finished);
     pool->num_open -= !!ticket;
     int found = ticket ? 1 : pool->is_closing && !pool->num_open ? -1 : 0;

@@ -154,7 +154,7 @@ static void run_cancelled(int descriptor) {
         }
         if (!round) h5chunk_cancel(pool);
         for (int i = 0; i < TICKETS; i++) {
-            EXPECT(h5chunk_wait(pool, 20, 0, &result) == 1);
+            EXPECT(h5chunk_wait(pool, 20, &result) == 1);
             EXPECT(result.status == DONE || (!round && result.status == CANCELLED));
         }
         EXPECT(!h5chunk_num_open(pool));
@@ -164,7 +164,7 @@ static void run_cancelled(int descriptor) {
     h5chunk_free(pool);
 }
 
-/* A caller that waits gathers, too. */
+/* Rows of memory. */
 static void run_gathered(void) {
     int64_t indices[ALL_ROWS];
     uint8_t out[TICKETS][ALL_ROWS * ROW_BYTES];
@@ -178,7 +178,7 @@ static void run_gathered(void) {
         EXPECT(!h5chunk_submit(pool, (uint64_t)i, jobs + i, 1, NULL, NULL));
     }
     for (int i = 0; i < TICKETS; i++) {
-        EXPECT(h5chunk_wait(pool, 20, 1, &result) == 1 && result.status == DONE);
+        EXPECT(h5chunk_wait(pool, 20, &result) == 1 && result.status == DONE);
         for (int row = 0; row < ALL_ROWS; row++)
             EXPECT(!memcmp(out[result.ticket] + row * ROW_BYTES, data + indices[row] * ROW_BYTES, ROW_BYTES));
     }
@@ -208,7 +208,7 @@ static void run_endings(int descriptor, const char *path) {
             EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs, endings[i], NULL));
         }
         for (int i = 0; i < 4; i++) {
-            EXPECT(h5chunk_wait(pool, 20, 0, &result) == 1);
+            EXPECT(h5chunk_wait(pool, 20, &result) == 1);
             int fails = round == 4 && result.ticket == 0;
             EXPECT(result.status == (fails ? NOT_SENT : expected[result.ticket]) && (!fails || result.error == 77));
         }
@@ -257,7 +257,7 @@ static void run_turns(int descriptor, int num_threads, int is_cancelled) {
     }
     if (is_cancelled) h5chunk_cancel(pool);
     for (int i = 0; i < SHARING; i++) {
-        EXPECT(h5chunk_wait(pool, 20, 0, &result) == 1);
+        EXPECT(h5chunk_wait(pool, 20, &result) == 1);
         EXPECT(result.status == DONE || (is_cancelled && result.status == CANCELLED));
     }
     EXPECT(!buffers[0].is_taken && !buffers[1].is_taken);
@@ -289,7 +289,7 @@ static void run_sending(int descriptor) {
         EXPECT(!h5chunk_submit(pool, (uint64_t)i, windows[i].jobs, windows[i].num_jobs, endings + i, NULL));
     }
     for (int i = 0; i < TICKETS; i++) {
-        EXPECT(h5chunk_wait(pool, 20, 0, &result) == 1 && result.status == DONE);
+        EXPECT(h5chunk_wait(pool, 20, &result) == 1 && result.status == DONE);
         uint8_t *device = (uint8_t *)copies[result.ticket][0].device;
         EXPECT(!memcmp(device, windows[result.ticket].out, sizeof data));
         EXPECT(!h5chunk_cuda_order(h5chunk_cuda_context(), (void *)8, (void *)7, (void *)6));
@@ -318,14 +318,14 @@ static int run_pool(int descriptor, int threads, int fault, int from, int is_clo
     int seen = 0, status = DONE;
     Result result;
     for (int state; seen < TICKETS; seen += state) {
-        EXPECT((state = h5chunk_wait(pool, 20, 0, &result)) == 1);
+        EXPECT((state = h5chunk_wait(pool, 20, &result)) == 1);
         if (result.status) status = result.status;
         else if (!is_closed_early)
             for (int row = 0; row < ALL_ROWS; row++)
                 EXPECT(!memcmp(windows[result.ticket].out + windows[result.ticket].places[row] * ROW_BYTES,
                                data + row * ROW_BYTES, ROW_BYTES));
     }
-    EXPECT(h5chunk_wait(pool, 0.001, 0, &result) == (is_closed_early ? -1 : 0));
+    EXPECT(h5chunk_wait(pool, 0.001, &result) == (is_closed_early ? -1 : 0));
     EXPECT(h5chunk_close(pool, 20) && h5chunk_close(pool, 20));
     h5chunk_free(pool);
     for (int i = 0; i < TICKETS; i++) free_window(windows + i);
