@@ -33,7 +33,6 @@ from h5chunk.store.read.source import Source
 
 KEPT_TASKS = 8  # sizes of windows for which tasks are kept
 QUICK_BYTES = 16 << 10  # gathering a smaller window takes less time than passing it to a thread
-FEW_THREADS = 4  # as few are slower than the copy to a GPU, and faster if they copy past the caches: scripts/LOG.md
 SIGNALS_S = 0.1  # longest delay before a signal, such as Ctrl-C, is handled
 TIMEOUT_S = 120.0  # seconds without a finished task before an error is raised
 
@@ -165,9 +164,9 @@ class ReadPool:
 
     ``fields`` has the readers of the fields of ``reader``. ``numbered`` computes the fields that are not in the file
     from sample numbers. `WorkerError` is raised if no task completes for ``timeout_s`` seconds; None waits forever.
-    With ``skips``, small fields that are damaged are not kept in memory, but read with each window. ``to_gpu`` says
-    that windows are copied to a GPU once they have been read. If ``memory`` has all samples, (num_samples, ...) by
-    field, windows are copied from it, and no file is opened.
+    With ``skips``, small fields that are damaged are not kept in memory, but read with each window. ``is_cached`` is as
+    in `NativePool`. If ``memory`` has all samples, (num_samples, ...) by field, windows are copied from it, and no file
+    is opened.
     """
 
     def __init__(
@@ -179,7 +178,7 @@ class ReadPool:
         numbered: Mapping[str, Callable[[np.ndarray], np.ndarray]] | None = None,
         timeout_s: float | None = TIMEOUT_S,
         skips: bool = False,
-        to_gpu: bool = False,
+        is_cached: bool = False,
         memory: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         self._reader, self._numbered = reader, numbered or {}
@@ -213,7 +212,7 @@ class ReadPool:
                 self._whole = read_small_fields(self._fields, stored, self.files, reader.check_unchanged, skips=skips)
             self._plain |= self._whole.keys() | {name for name, field in self._fields.items() if field.reads_rows}
             if available():
-                self._native = NativePool(num_threads, is_cached=to_gpu and num_threads > FEW_THREADS)
+                self._native = NativePool(num_threads, is_cached=is_cached)
             else:
                 self._start_workers()
         except BaseException:

@@ -72,6 +72,7 @@ from h5chunk.plan.draws import REPEAT, Draws
 from h5chunk.plan.order import Epoch, Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed
 
+FEW_THREADS = 4
 PLANNED = 12  # windows to plan at a time, once at most that many planned windows remain
 
 
@@ -81,6 +82,13 @@ class BadSamplesError(Exception):
     def __init__(self, bad: Bad) -> None:
         super().__init__()
         self.bad = bad
+
+
+def _is_read_soon(source: DataSource) -> bool:
+    """Return whether windows are read again while they are in the processor's caches: scripts/LOG.md."""
+    if source.device.type != "cpu":
+        return source.num_threads > FEW_THREADS  # fewer are slower than the copy to the GPU
+    return not all(kind.is_fixed for kind in source.kinds.values())  # rows and frames are copied to batches
 
 
 class _Planner:
@@ -236,7 +244,7 @@ class WindowStream:
                 )
                 self._maker.start()
             how: dict[str, Any] = {"numbered": source.numbered, "timeout_s": source.timeout_s}
-            how |= {"skips": source.skipping is not None, "to_gpu": source.device.type != "cpu"}
+            how |= {"skips": source.skipping is not None, "is_cached": _is_read_soon(source)}
             how["memory"] = source.memory
             is_remote = source.reader.is_remote and source.memory is None
             if is_remote:
