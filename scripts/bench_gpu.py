@@ -47,7 +47,7 @@ from models import make_model
 from torch import nn
 
 import h5chunk
-from h5chunk.feed.budget import MAX_THREADS
+from h5chunk.feed.source import MAX_THREADS
 from h5chunk.store.hdf5.open import open_file
 from h5chunk.transforms import Normalize, ToDtype
 

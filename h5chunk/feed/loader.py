@@ -17,9 +17,9 @@ import torch
 from torch.utils.data import SequentialSampler, get_worker_info
 
 from h5chunk.attributes import cached_property
-from h5chunk.errors import H5ChunkError, OptionError, check_flag, printable
+from h5chunk.errors import H5ChunkError, OptionError, check_flag, check_whole, printable
 from h5chunk.feed.batches import BatchMaker, EpochReport, FieldPipeline
-from h5chunk.feed.budget import MemoryBudget, check_arguments, find_data, find_device, make_source
+from h5chunk.feed.budget import MemoryBudget
 from h5chunk.feed.collate import collate
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.given import GivenBatches, GivenOrder
@@ -27,6 +27,7 @@ from h5chunk.feed.read_pool import TIMEOUT_S
 from h5chunk.feed.resident import Resident
 from h5chunk.feed.sampler import ChunkSampler, Resumable, State
 from h5chunk.feed.slots import BatchMemory, SingleBuffer
+from h5chunk.feed.source import find_data, find_device, make_source
 from h5chunk.feed.stored_tables import name_of_sample
 from h5chunk.feed.stream import WindowStream
 from h5chunk.plan.lengths import LengthOrder
@@ -237,7 +238,7 @@ class ChunkLoader(Resumable):
         **others: NoReturn,
     ) -> None:
         _check_none_left(others)
-        check_arguments(resident, num_threads, memory_bytes, timeout)
+        _check_arguments(resident, num_threads, memory_bytes, timeout)
         check_echo(echo)
         target = find_device(device)
         dataset, transforms = find_data(data, transforms)
@@ -564,6 +565,16 @@ def _check_none_left(others: Mapping[str, Any]) -> None:
         if name in OF_DATA_LOADER:
             raise OptionError(f"ChunkLoader has no {name}: {OF_DATA_LOADER[name]}")
         raise TypeError(f"ChunkLoader.__init__() got an unexpected keyword argument {name!r}")
+
+
+def _check_arguments(resident: bool, num_threads: int | None, memory_bytes: int | None, timeout: float) -> None:
+    """Raise OptionError for loader arguments that are invalid for any file."""
+    check_flag("resident", resident)
+    for name, number, minimum in (("num_threads", num_threads, 1), ("memory_bytes", memory_bytes, 0)):
+        if number is not None:
+            check_whole(name, number, minimum)
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
+        raise OptionError(f"timeout is {timeout!r}: pass a number of seconds, or 0 to wait forever")
 
 
 def _check_not_given(options: Mapping[str, Any]) -> None:

@@ -61,13 +61,13 @@ import torch
 
 from h5chunk.errors import FileError, closed, lost_by_fork
 from h5chunk.feed.batches import BatchMaker, EpochReport, Tensors, drop, with_images
-from h5chunk.feed.budget import DataSource
 from h5chunk.feed.columns import Columns, slot_bytes
 from h5chunk.feed.cuda_slots import CudaSlot, PinnedBuffer, num_pinned
 from h5chunk.feed.fetches import RemoteReadPool
 from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.feed.skipping import Bad, check_skipped
 from h5chunk.feed.slots import KEPT, BatchMemory, CpuSlot, to_device
+from h5chunk.feed.source import DataSource
 from h5chunk.plan.draws import REPEAT, Draws
 from h5chunk.plan.order import Epoch, Order, Window
 from h5chunk.plan.slots import SlotPlan, echo_pass, num_echoed

@@ -215,7 +215,7 @@ def test_codecs_that_are_not_installed(tmp_path, no_imagecodecs):
 
 def test_fewer_threads_decode_large_chunks(tmp_path, monkeypatch, python_threads):
     path = make_file(tmp_path / "a.h5", images=(IMAGES, {"chunks": (4, 3, 5, 6), "compression": "gzip"}))
-    monkeypatch.setattr("h5chunk.feed.budget.available_cores", lambda: 8)
+    monkeypatch.setattr("h5chunk.feed.source.available_cores", lambda: 8)
     small(monkeypatch, decoding_bytes=2 * 3 * 360)
     assert " 2 threads" in repr(ChunkLoader(path, 16))
     assert " 5 threads" in repr(ChunkLoader(path, 16, num_threads=5))

@@ -21,7 +21,7 @@ CONSTANTS = {
     "block_samples": "tools.model.clustering.BLOCK_SAMPLES",
     "compared_bytes": "store.hdf5.chunk_table.COMPARED_BYTES",
     "decoded_part_bytes": "store.read.engine.PART_BYTES",
-    "decoding_bytes": "feed.budget.DECODING_BYTES",
+    "decoding_bytes": "feed.source.DECODING_BYTES",
     "fewest_numbers": "transforms.compiled.FEWEST_NUMBERS",
     "flush_interval_s": "store.write.new_file.FLUSH_INTERVAL_S",
     "free_bytes": "sources.matrix.numpy.FREE_BYTES",

@@ -104,7 +104,7 @@ def describe_device(device: str) -> str:
     """Return the name of a device. Raise OptionError if it does not exist, or is neither the CPU nor a CUDA device."""
     import torch
 
-    from h5chunk.feed.budget import find_device
+    from h5chunk.feed.source import find_device
 
     found = find_device(device)
     return "cpu" if found.type == "cpu" else f"{device} ({torch.cuda.get_device_name(found)})"
