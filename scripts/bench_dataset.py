@@ -38,7 +38,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import h5chunk
-from h5chunk.feed.memory import shared_empty
+from h5chunk.feed.shared import shared_empty
 
 HERE = Path(__file__).parent
 BLOG_CHUNK = 100

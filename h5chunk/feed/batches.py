@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from h5chunk.feed.columns import Column, Columns, Kind, torch_dtype
+from h5chunk.feed.memory import KEPT, BatchMemory, SingleBuffer
 from h5chunk.feed.skipping import BadSample
-from h5chunk.feed.slots import KEPT, BatchMemory, SingleBuffer
 from h5chunk.plan.draws import Draws
 from h5chunk.store.read.fields import Field
 from h5chunk.store.read.ragged import RaggedField

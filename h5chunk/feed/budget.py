@@ -11,7 +11,7 @@ import torch
 from h5chunk.errors import OptionError, count_text, human_bytes
 from h5chunk.feed.columns import slot_bytes
 from h5chunk.feed.given import GivenOrder
-from h5chunk.feed.slots import KEPT
+from h5chunk.feed.memory import KEPT
 from h5chunk.feed.source import DataSource
 from h5chunk.plan.order import Epoch, Order
 from h5chunk.plan.slots import ROUND_BYTES, TOGETHER_BYTES, SlotPlan, largest_window, plan_slots, with_windows_together

@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from h5chunk.errors import FieldError, OptionError
-from h5chunk.feed.memory import SharedFields
+from h5chunk.feed.shared import SharedFields
 from h5chunk.plan.draws import Draws
 from h5chunk.transforms.pairs import Items
 

@@ -23,10 +23,10 @@ from h5chunk.feed.budget import MemoryBudget
 from h5chunk.feed.collate import collate
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.given import GivenBatches, GivenOrder
+from h5chunk.feed.memory import BatchMemory, SingleBuffer
 from h5chunk.feed.read_pool import TIMEOUT_S
 from h5chunk.feed.resident import Resident
 from h5chunk.feed.sampler import ChunkSampler, Resumable, State
-from h5chunk.feed.slots import BatchMemory, SingleBuffer
 from h5chunk.feed.source import find_data, find_device, make_source
 from h5chunk.feed.stored_tables import name_of_sample
 from h5chunk.feed.stream import WindowStream

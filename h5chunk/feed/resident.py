@@ -22,8 +22,9 @@ from h5chunk.errors import FileError
 from h5chunk.feed.batches import BatchMaker, EpochReport, Tensors
 from h5chunk.feed.budget import LOADING_SLOTS
 from h5chunk.feed.columns import Columns, slot_bytes
+from h5chunk.feed.memory import KEPT, BatchMemory
 from h5chunk.feed.skipping import Bad, check_skipped
-from h5chunk.feed.slots import KEPT, BatchMemory, to_device
+from h5chunk.feed.slots import to_device
 from h5chunk.feed.source import DataSource
 from h5chunk.feed.stream import BadSamplesError, WindowStream
 from h5chunk.native import available

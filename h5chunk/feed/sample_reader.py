@@ -26,8 +26,8 @@ from h5chunk.feed.collate import Batch, TaggedBatch
 from h5chunk.feed.columns import Ragged, ragged_kind, torch_dtype
 from h5chunk.feed.disk_cache import DiskCache
 from h5chunk.feed.kept_rows import KeptRows, num_kept_chunks
-from h5chunk.feed.memory import Assemble, SharedMemory
-from h5chunk.feed.slots import KEPT, BatchMemory
+from h5chunk.feed.memory import KEPT, BatchMemory
+from h5chunk.feed.shared import Assemble, SharedMemory
 from h5chunk.feed.stored_tables import decoded, name_of_sample
 from h5chunk.machine import own_cores
 from h5chunk.plan.cache import CacheSettings

@@ -64,9 +64,10 @@ from h5chunk.feed.batches import BatchMaker, EpochReport, Tensors, drop, with_im
 from h5chunk.feed.columns import Columns, slot_bytes
 from h5chunk.feed.cuda_slots import CudaSlot, PinnedBuffer, num_pinned
 from h5chunk.feed.fetches import RemoteReadPool
+from h5chunk.feed.memory import KEPT, BatchMemory
 from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.feed.skipping import Bad, check_skipped
-from h5chunk.feed.slots import KEPT, BatchMemory, CpuSlot, to_device
+from h5chunk.feed.slots import CpuSlot, to_device
 from h5chunk.feed.source import DataSource
 from h5chunk.plan.draws import REPEAT, Draws
 from h5chunk.plan.order import Epoch, Order, Window

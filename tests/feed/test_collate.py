@@ -12,8 +12,8 @@ from torch.utils.data import default_collate
 
 import h5chunk
 from h5chunk.feed.collate import Batch, Sample, collate, no_samples
-from h5chunk.feed.memory import shared_empty
-from h5chunk.feed.slots import BatchMemory
+from h5chunk.feed.memory import BatchMemory
+from h5chunk.feed.shared import shared_empty
 
 
 def batch() -> Batch:

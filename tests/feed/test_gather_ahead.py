@@ -84,7 +84,7 @@ def test_threads_write_to_no_memory_that_was_freed(small_images: Path, monkeypat
     with ChunkLoader(small_images, 64, resident=True) as loader:
         next(iter(loader))  # reading is over
         made.clear()
-        watch(monkeypatch, "feed.slots.BatchMemory.empty", after=lambda tensor, *_: made.append(weakref.ref(tensor)))
+        watch(monkeypatch, "feed.memory.BatchMemory.empty", after=lambda tensor, *_: made.append(weakref.ref(tensor)))
         watch(monkeypatch, "native.NativePool.submit", note_ticket, note=False)
         for call in ("wait", "poll"):
             watch(monkeypatch, f"native.NativePool.{call}", check, note_end, note=False)

@@ -29,8 +29,8 @@ from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, Tru
 from h5chunk.feed.batches import EpochReport
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
+from h5chunk.feed.memory import KEPT
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.feed.slots import KEPT
 from h5chunk.plan.slots import num_open_windows
 from h5chunk.store.read.field_readers import read_rows
 from h5chunk.store.read.reader import H5Reader

@@ -13,8 +13,8 @@ from support.faults import watch
 from support.leftovers import in_fork
 from torch.utils.data import DataLoader, Dataset
 
-from h5chunk.feed.memory import SharedMemory, _kept, shared_empty
-from h5chunk.feed.slots import KEPT, BatchMemory
+from h5chunk.feed.memory import KEPT, BatchMemory
+from h5chunk.feed.shared import SharedMemory, _kept, shared_empty
 
 
 def test_memory_is_used_again_when_the_tensor_is_gone() -> None:
@@ -165,7 +165,7 @@ def as_it_is(batch: Any) -> Any:
 
 
 def test_the_buffers_of_a_worker_are_sent_once_and_kept_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = watch(monkeypatch, "feed.memory._receive")
+    calls = watch(monkeypatch, "feed.shared._receive")
     loader = DataLoader(Growing(), batch_size=None, num_workers=1, persistent_workers=True, collate_fn=as_it_is)
     next(iter(loader))  # leaves the epoch
     for _ in range(3):
@@ -218,7 +218,7 @@ def test_shapes_dtypes_and_assembly_may_change_from_batch_to_batch(context: str)
 
 
 def test_memory_of_several_fields_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocated = watch(monkeypatch, "feed.slots.np.empty")
+    allocated = watch(monkeypatch, "feed.memory.np.empty")
     memory, held = BatchMemory(KEPT * 2), []
     for _ in range(20):
         held.clear()

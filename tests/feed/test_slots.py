@@ -13,8 +13,8 @@ from support.foreign import values
 from h5chunk.errors import OptionError
 from h5chunk.feed.columns import Dense, Destination, slot_bytes
 from h5chunk.feed.cuda_slots import CudaSlot, PinnedBuffer
-from h5chunk.feed.memory import PinnedMemory
-from h5chunk.feed.slots import BatchMemory, CpuSlot, to_device
+from h5chunk.feed.memory import BatchMemory, PinnedMemory
+from h5chunk.feed.slots import CpuSlot, to_device
 from h5chunk.transforms.csr import fresh
 
 KINDS = {"x": Dense((3, 70, 50), torch.uint8), "y": Dense((), torch.int64)}
