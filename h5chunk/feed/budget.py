@@ -14,7 +14,7 @@ from h5chunk.feed.given import GivenOrder
 from h5chunk.feed.memory import KEPT
 from h5chunk.feed.source import DataSource
 from h5chunk.plan.order import Epoch, Order
-from h5chunk.plan.slots import ROUND_BYTES, TOGETHER_BYTES, SlotPlan, largest_window, plan_slots, with_windows_together
+from h5chunk.plan.slots import SMALL_BYTES, TOGETHER_BYTES, SlotPlan, largest_window, plan_slots, with_windows_together
 from h5chunk.store.read.checksums import OFF, PIECE_BYTES
 from h5chunk.store.read.field_readers import (
     NOTABLE,
@@ -26,7 +26,7 @@ from h5chunk.transforms.converter import Converter
 LOADING_BYTES = 8 << 20  # size of the pieces in which resident data is read
 LOADING_SLOTS = 4  # number of pieces that are read concurrently
 REMOTE_AHEAD_BYTES = 256 << 20  # read ahead from object stores, so that many requests are in flight
-GPU_ROUND_BYTES = 512 << 20  # the same limit as ROUND_BYTES for a GPU, where host and device buffers both count
+GPU_SMALL_BYTES = 512 << 20  # the same limit as SMALL_BYTES for a GPU, where host and device buffers both count
 GROUP_BYTES = 16 << 20  # windows of the user's batches
 WHOLE_CHUNKS_BYTES = 128 << 20  # the same if reading a few samples of a chunk takes as long as reading all
 ENDLESS = 64  # windows of an epoch whose length is not known
@@ -65,7 +65,7 @@ class MemoryBudget:
         together = min(num_bytes // max(1, batch_bytes), order.num_samples // (SHARES * batch_samples))
         size = max(1, together) * batch_samples
         endless = Order(ENDLESS * size, 1, batch_samples, window_chunks=size, interleave=1)
-        plan = self._plan_slots(endless, min_chunks=batch_samples)
+        plan = self._plan_slots(endless, min_chunks=batch_samples, small_bytes=0)
         return replace(plan, order=replace(order, batch_size=batch_samples, window_samples=plan.window_samples))
 
     def plan_larger(self, order: GivenOrder, batch_samples: int) -> SlotPlan:
@@ -79,21 +79,27 @@ class MemoryBudget:
     def _has_fixed_slots(self) -> bool:
         return not self._on_cpu or self._reuse or self._source.has_frames
 
-    def plan(self, resident: bool, order: Order | GivenOrder, *, min_chunks: int | None) -> SlotPlan | None:
+    def plan(
+        self, resident: bool, order: Order | GivenOrder, *, min_chunks: int | None, join: bool = True
+    ) -> SlotPlan | None:
         """Plan the number and size of windows. Return None if all data is kept on the device instead.
 
-        Raise `OptionError` if resident data was requested but does not fit.
+        With ``join``, small windows are read together. Raise `OptionError` if resident data was requested but does not
+        fit.
         """
         if self._fits_device(resident, order):
             return None
         if isinstance(order, GivenOrder):
             return self.plan_given(order, order.batch_size)
-        plan = self._plan_slots(order, min_chunks=min_chunks)
+        small_bytes = SMALL_BYTES if self._on_cpu else GPU_SMALL_BYTES
+        plan = self._plan_slots(order, min_chunks=min_chunks, small_bytes=small_bytes)
+        if not join:
+            return plan
         if self._on_cpu:
             return with_windows_together(plan, TOGETHER_BYTES, 0 if self._reuse else KEPT)
         return with_windows_together(plan, 2 * TOGETHER_BYTES)
 
-    def _plan_slots(self, order: Order, *, min_chunks: int | None) -> SlotPlan:
+    def _plan_slots(self, order: Order, *, min_chunks: int | None, small_bytes: int) -> SlotPlan:
         return plan_slots(
             order,
             self._window_bytes,
@@ -101,7 +107,7 @@ class MemoryBudget:
             memory_bytes=self._memory_bytes,
             min_chunks=min_chunks,
             ahead_bytes=self._ahead_bytes,
-            round_bytes=ROUND_BYTES if self._on_cpu else GPU_ROUND_BYTES,
+            small_bytes=small_bytes,
         )
 
     @property

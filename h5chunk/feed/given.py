@@ -382,7 +382,7 @@ class GivenOrder:
         assert self.drawing is not None
         return (self.drawing.take() for _ in self.drawing.numbers(start))
 
-    def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
+    def windows(self, start: int = 0) -> Iterator[Window]:
         """Yield windows of consecutive batches, as many as fit in ``window_samples``, and at least one."""
         drawing, first = self.drawing, start
         assert drawing is not None

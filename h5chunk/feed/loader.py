@@ -86,7 +86,7 @@ class ChunkLoader(Resumable):
 
     Each iteration is an epoch, and the first windows of the next epoch are read while this one ends. You may leave an
     epoch early: threads and memory are kept until `close`. Use the loader in only one thread. The order is that of a
-    `ChunkSampler` with the same arguments, unless data is echoed, or ``memory_bytes`` makes windows smaller.
+    `ChunkSampler` with the same arguments and ``num_workers=0``, unless ``memory_bytes`` makes windows smaller.
 
     A batch is a tuple with an item for each field, or a dict (``as_dict``): a tensor or, for samples that differ in
     length, values with lengths or offsets (`h5chunk.transforms.Pad`, `Pack`, `Nested`). Strings raise FieldError: for
@@ -117,8 +117,9 @@ class ChunkLoader(Resumable):
     batch_sampler : ChunkSampler or iterable of lists of int, optional
         The order of the samples of ``data``. A ChunkSampler has settings that the next three arguments do not cover:
         window size, ranks, weights, groups, padding. The loader starts at the position of the sampler: at its epoch
-        and, if a state was loaded, at its batch. Any other iterable yields the sample numbers of each batch: see "Your
-        own order".
+        and, if a state was loaded, at its batch. Its windows then follow one another, also if you iterate the sampler:
+        they alternate only for the workers of a DataLoader. Any other iterable yields the sample numbers of each batch:
+        see "Your own order".
     shuffle : bool
         False: keep the order of the file.
     seed : int
@@ -259,6 +260,7 @@ class ChunkLoader(Resumable):
             if packs(by_field.get(name := dataset.lengths_field or "", ())):
                 own = dataset.with_transforms({name: Pack()})
             order_options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+            order_options["num_workers"] = 0
             batch_sampler = ChunkSampler(own, batch_size, batch_elements=batch_elements, **order_options)
         else:
             _check_not_given(given | {"seed": seed or None} if isinstance(batch_sampler, ChunkSampler) else given)
@@ -267,6 +269,7 @@ class ChunkLoader(Resumable):
         order: Order | GivenOrder
         if isinstance(batch_sampler, ChunkSampler):
             batch_sampler.check_data(dataset)
+            batch_sampler.read_in_turn()
             self._position, self._given_rank = batch_sampler._position, batch_sampler._given_rank
             self._planned_for = batch_sampler._template
             order, min_chunks = _order_in_file(batch_sampler, dataset, echo)
@@ -294,7 +297,7 @@ class ChunkLoader(Resumable):
             converter.attach(self._source.reader, name_of, num_threads, target)
             converter.prepare(self._source.device)
         self._budget = MemoryBudget(self._source, converters, memory_bytes, reuse=reuse)
-        self._plan = self._budget.plan(resident, order, min_chunks=min_chunks)
+        self._plan = self._budget.plan(resident, order, min_chunks=min_chunks, join=echo == 1)
         self.is_resident = self._plan is None
         self._template = order if self._plan is None else self._plan.order
         # echoed batches must not change if the caller changes a batch in place
@@ -319,7 +322,7 @@ class ChunkLoader(Resumable):
                 self.close()
                 self._source = make_source(self._data, order, **self._reading)
                 self._budget = self._budget.of_source(self._source)
-                self._plan = self._budget.plan(False, order, min_chunks=min_chunks)
+                self._plan = self._budget.plan(False, order, min_chunks=min_chunks, join=self._echo == 1)
                 assert self._plan is not None
             self._order = order if self._plan is None else self._plan.order
             self._planned_for = self.batch_sampler._template
@@ -591,8 +594,6 @@ def _order_in_file(sampler: ChunkSampler, dataset: ChunkDataset, echo: float) ->
     order = replace(sampler._template, epoch_samples=dataset.epoch_samples)
     if dataset.subset_samples is not None:  # convert positions in the subset to sample numbers in the file
         order = replace(order, selection=replace(order.selection, samples=dataset.subset_samples))  # type: ignore[type-var]
-    if echo != 1:
-        order = replace(order, interleave=1)
     if not sampler.chooses_window:
         return order, None
     # windows of one batch would repeat the same batch

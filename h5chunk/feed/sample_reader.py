@@ -308,10 +308,11 @@ class SampleReader:
             return
         grid = self._reader.main.grid
         if grid.filtered or grid.chunks_per_sample > 1:  # chunks are decoded, or read in pieces
+            one_by_one = "but the sampler's windows follow one another"
+            which = f"which does not divide {order.interleave}, the number of the sampler's windows that alternate"
             warnings.warn(
-                f"num_workers is {num_workers}, which does not divide {order.interleave}, the number of windows of the "
-                f"sampler that alternate, so {readers} workers will read each chunk: pass num_workers={num_workers} to "
-                f"the ChunkSampler, too",
+                f"num_workers is {num_workers}, {one_by_one if order.interleave == 1 else which}, so {readers} workers "
+                f"will read each chunk: pass num_workers={num_workers} to the ChunkSampler, too",
                 stacklevel=2,
             )
 

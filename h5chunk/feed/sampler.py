@@ -356,6 +356,26 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
         self.chooses_window = chooses_window
         dataset.expect_order(order)
 
+    def read_in_turn(self) -> None:
+        """Let windows follow one another, because a ChunkLoader reads them, which has no workers.
+
+        Raises
+        ------
+        OptionError
+            The sampler was created for several workers, or a state was loaded in which windows alternate.
+        """
+        if self._template.interleave == 1:
+            return
+        is_fixed = self._arguments.get("num_workers") is not None
+        if is_fixed or self._position.batch:
+            why = f"for {self._template.interleave} workers" if is_fixed else "within an epoch"
+            raise OptionError(
+                f"batch_sampler is {why}, and its windows alternate, but a ChunkLoader reads one window after the "
+                "other: pass num_workers=0 to the ChunkSampler"
+            )
+        self._template = replace(self._template, interleave=1)
+        self._arguments["num_workers"] = 0
+
     def set_proportions(self, proportions: Mapping[Any, float] | str) -> None:
         """Change the ``proportions`` from the next epoch on, also those of a loader that has this sampler.
 

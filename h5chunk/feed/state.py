@@ -64,8 +64,13 @@ def _difference(name: str, saved: int, expected: int) -> str:
         return "state has the position of another batch_sampler: pass a sampler of the same class"
     if name == "global_batch_size":
         return f"state has batches of {saved} samples over all ranks, not {expected}: pass a matching batch_size"
-    if name in ("window_chunks", "interleave"):
-        return f"state has {name}={saved}, not {expected}: pass the same window_chunks, memory_bytes and num_workers"
+    if name == "interleave":
+        return (
+            f"state has {name}={saved}, not {expected}: pass the same num_workers to the ChunkSampler; with 0, it has "
+            "the order of a ChunkLoader"
+        )
+    if name == "window_chunks":
+        return f"state has {name}={saved}, not {expected}: pass the same window_chunks and memory_bytes"
     if name == "padded":
         return f"state has {name}={saved}, not {expected}: pass the same transforms, with or without Pack"
     return f"state has {name}={saved}, not {expected}: pass the same {name}"

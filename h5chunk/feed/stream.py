@@ -110,13 +110,16 @@ class _Planner:
         self._thread.start()
 
     def _plan(self, order: Order, start: int, together: int, once: bool) -> None:
+        size = 1  # the first window is read alone, so that its batches are there soon
         try:
             while order.num_batches:
-                for window in order.windows(start, together):
+                windows = order.windows(start)
+                while group := list(islice(windows, size)):
                     self._room.acquire()
                     if self._stop.is_set():
                         return
-                    self._planned.put((order.epoch, window))
+                    self._planned.put((order.epoch, Window.joined(group)))
+                    size = together
                 if once:
                     return
                 order, start = replace(order, epoch=order.epoch + 1), 0
@@ -203,7 +206,7 @@ class WindowStream:
     maker: transforms may refer to the loader, whose finalizer refers to the stream.
 
     With ``lends_slot`` a batch is a view of its slot, valid until the next batch is requested; otherwise batches have
-    their own memory. With ``once`` only the first epoch is read. ``echo`` above 1 needs an order with ``interleave=1``.
+    their own memory. With ``once`` only the first epoch is read.
     """
 
     def __init__(

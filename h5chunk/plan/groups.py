@@ -23,7 +23,6 @@ fast and unbiased procedure to randomize ecological binary matrices with fixed r
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -479,20 +478,17 @@ class GroupOrder(Order):
         if done < self.num_batches:
             yield Round(done, 1, 1)
 
-    def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
+    def windows(self, start: int = 0) -> Iterator[Window]:
         """Yield the windows that contain batch ``start`` or later batches, in the order of first use."""
         added = epoch_rows(self.epoch, self.epoch_samples) if self.epoch_samples else 0
         dealer = _Dealer(self)
         for round_ in self.rounds():
             stop = min(self.num_batches, round_.first_batch + round_.num_windows * round_.window_batches)
-            joined = math.gcd(together, round_.num_windows)
-            for window in range(0, round_.num_windows, joined):
-                firsts = range(round_.first_batch + window, stop, round_.num_windows)
-                batches = [first + number for first in firsts for number in range(joined)]
-                dealt = [dealer.deal(round_.window_batches, wanted=batches[-1] >= start) for _ in range(joined)]
+            for window in range(round_.num_windows):
+                batches = range(round_.first_batch + window, stop, round_.num_windows)
+                keys = dealer.deal(round_.window_batches, wanted=batches[-1] >= start).reshape(-1)
                 if batches[-1] < start:
                     continue
-                keys = dealt[0].reshape(-1) if joined == 1 else np.stack(dealt, 1).reshape(-1)
                 done = sum(batch < start for batch in batches)
                 keys = self._keys_in_file(keys[done * self.batch_size :]) + added
                 samples = self.numbers_of(keys)

@@ -141,8 +141,8 @@ class LengthOrder(Order):
             assert window.sizes is not None
             yield from np.split(window.keys, np.cumsum(window.sizes)[:-1])
 
-    def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
-        """Yield the windows that contain batch ``start`` or later batches. Windows are never joined."""
+    def windows(self, start: int = 0) -> Iterator[Window]:
+        """Yield the windows that contain batch ``start`` or later batches."""
         first, begin = 0, None
         pairs = zip(self._windows_of(self.rank).windows(), self._batches_of_windows, strict=True)
         for number, (window, num_batches) in enumerate(pairs):

@@ -7,7 +7,7 @@ windows share at most one chunk, which is the chunk at their border.
 ``interleave`` windows form a round, in which their batches alternate: batch ``t`` of a round belongs to window ``t %
 interleave``. torch's DataLoader gives batch ``t`` to worker ``t % num_workers``. If ``num_workers`` divides
 ``interleave``, each worker therefore reads complete windows, and no chunk is read by two workers. Windows of a single
-batch do not alternate.
+batch do not alternate. Nor do those of a loader without workers, whose ``interleave`` is 1.
 
 For several processes (ranks) the sequence is divided into lanes, which are cut into windows and batches independently.
 Each rank has some of the lanes, and its batch ``t`` consists of batch ``t`` of each of its lanes. The batches ``t`` of
@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -77,6 +78,22 @@ class Window(NamedTuple):
         samples = keys % REPEAT
         places = np.argsort(samples, kind="stable")
         return cls(samples, samples[places], places, batches, keys, sizes)
+
+    @classmethod
+    def joined(cls, windows: Sequence[Window]) -> Window:
+        """Return consecutive windows, whose batches do not alternate, as one."""
+        if len(windows) == 1:
+            return windows[0]
+        samples, rows, places, batches, keys, sizes = zip(*windows, strict=True)
+        begins = np.cumsum([0, *map(len, samples[:-1])]).tolist()
+        return cls(
+            np.concatenate(samples),
+            np.concatenate(rows),
+            np.concatenate([own + begin for own, begin in zip(places, begins, strict=True)]),
+            list(chain.from_iterable(batches)),
+            np.concatenate(keys),
+            None if sizes[0] is None else list(chain.from_iterable(sizes)),
+        )
 
 
 class Epoch(Protocol):
@@ -124,8 +141,8 @@ class Epoch(Protocol):
     def keys(self, start: int = 0) -> Iterator[Indices]:
         """Yield the keys of the samples of each batch, from batch ``start`` on: (n,) int64."""
 
-    def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
-        """Yield the windows, from batch ``start`` on, in the order of first use. They may join ``together`` windows."""
+    def windows(self, start: int = 0) -> Iterator[Window]:
+        """Yield the windows, from batch ``start`` on, in the order of first use."""
 
 
 @dataclass(frozen=True)
@@ -323,11 +340,10 @@ class Order:
                 waiting.update(zip(window.batches, np.split(window.keys, cuts), strict=True))
             yield waiting.pop(batch)
 
-    def windows(self, start: int = 0, together: int = 1) -> Iterator[Window]:
+    def windows(self, start: int = 0) -> Iterator[Window]:
         """Yield the windows that contain batch ``start`` or later batches, in the order of first use.
 
-        Earlier batches are left out of the windows. Consecutive windows are joined in groups of ``together``, or of
-        fewer near the end of an epoch.
+        Earlier batches are left out of the windows.
         """
         sequence, count = self._sequence(), self.lanes // self.world_size
         added = epoch_rows(self.epoch, self.epoch_samples) if self.epoch_samples else 0
@@ -337,23 +353,20 @@ class Order:
             stop = round_.first_batch + round_.num_windows * round_.window_batches
             if stop <= start:
                 continue
-            joined = math.gcd(together, round_.num_windows)
             size = round_.window_batches * self.batch_size
             planned = 0  # windows of the round
-            for window in range(0, round_.num_windows, joined):
-                firsts = range(round_.first_batch + window, stop, round_.num_windows)
-                numbers = [first + number for first in firsts for number in range(joined)]
+            for window in range(round_.num_windows):
+                numbers = range(round_.first_batch + window, stop, round_.num_windows)
                 if numbers[-1] < start:
                     continue
                 if window >= planned:
                     begun, planned = (window if len(lanes) == 1 else 0), round_.num_windows
                     if is_first and round_.num_windows * size > LARGE_ROUND:  # alone, so that reading can begin
-                        planned, is_first = window + joined, False
+                        planned, is_first = window + 1, False
                     keys, destinations = _round_rows(self, sequence, lanes, round_, begun, planned)
                     keys = keys + added if added else keys
-                selected = slice((window - begun) * size, (window - begun + joined) * size)
-                targets = _joined(destinations[selected], joined, size, self.batch_size)
-                yield self._window(keys[selected], targets, numbers, start)
+                selected = slice((window - begun) * size, (window - begun + 1) * size)
+                yield self._window(keys[selected], destinations[selected], numbers, start)
 
     def _window(self, row_keys: Indices, destinations: Indices, numbers: Sequence[int], start: int) -> Window:
         done = sum(number < start for number in numbers)
@@ -432,14 +445,6 @@ def _round_rows(
     by_window = np.argsort(np.concatenate(windows).astype(np.uint32), kind="stable")
     rows, destinations = (np.concatenate(column)[by_window] for column in zip(*parts, strict=True))
     return sequence(rows), destinations
-
-
-def _joined(destinations: Indices, num_windows: int, window_samples: int, batch_size: int) -> Indices:
-    """Return the positions of samples in the window that results from joining windows with alternating batches."""
-    if num_windows == 1:
-        return destinations
-    before = destinations // batch_size * (num_windows - 1) + np.arange(len(destinations)) // window_samples
-    return destinations + before * batch_size
 
 
 def _lane_rows(order: Order, lane: Lane, round_: Round, begin: int, end: int) -> tuple[Indices, Indices]:

@@ -1,9 +1,9 @@
 """Choose how many windows are held in memory at a time, and compute the batches that data echoing repeats.
 
->>> order = Order(num_samples=960, chunk_samples=8, batch_size=16, window_chunks=4, interleave=3)
->>> plan = plan_slots(order, window_bytes=lambda samples: 100 * samples, other_bytes=lambda order: 0)
->>> plan.num_slots, plan.window_samples  # three alternate, and six are read ahead
-(9, 32)
+>>> order = Order(num_samples=960, chunk_samples=8, batch_size=16, window_chunks=4, interleave=1)
+>>> plan = plan_slots(order, window_bytes=lambda samples: (4 << 20) * samples, other_bytes=lambda order: 0)
+>>> plan.num_slots, plan.window_samples  # one is used, and six are read ahead
+(7, 32)
 
 Data echoing uses the samples of a window more than once, which helps if reading is slower than training. After the
 batches of a window were used, its samples are shuffled again and cut into new batches, called echoes. Each repetition
@@ -18,22 +18,24 @@ Source: Choi et al., "Faster Neural Network Training with Data Echoing", arXiv:1
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from h5chunk.errors import OptionError, count_text
-from h5chunk.plan.order import Order, divisors
+from h5chunk.plan.order import Order
 from h5chunk.plan.permutation import ECHO, Indices, permutation
 
 AHEAD = 6  # windows to read ahead; scripts/LOG.md has measurements
-ROUND_BYTES = 128 << 20  # limit in bytes on small windows that are read a round ahead
+SMALL_AHEAD = 47  # windows to read ahead, if they are small
+SMALL_BYTES = 128 << 20  # limit in bytes on small windows that are read ahead
 AHEAD_BYTES = 1 << 30  # limit in bytes on windows that are read ahead, unless ``memory_bytes`` is set
 TOGETHER_BYTES = 32 << 20  # small windows are read together up to this size, because each read has a fixed cost
+MIN_GROUPS = 3  # of windows that are read together: one is used, and two are read ahead
 
 
 @dataclass(frozen=True)
@@ -61,37 +63,36 @@ def plan_slots(
     memory_bytes: int | None = None,
     min_chunks: int | None = None,
     ahead_bytes: int = 0,
-    round_bytes: int = ROUND_BYTES,
+    small_bytes: int = SMALL_BYTES,
 ) -> SlotPlan:
-    """Choose how many windows are held at a time: those whose batches alternate, and some that are read ahead.
+    """Choose how many windows are held at a time: the one that is used, and some that are read ahead.
 
     ``window_bytes(n)`` returns the size in bytes of all copies of a window of n samples, and ``other_bytes(order)``
     the size of everything else. At least ``ahead_bytes`` are read ahead if the epoch is long enough and the memory
-    suffices, and a round of small windows, up to ``round_bytes``. If ``min_chunks`` is set, windows may shrink to that
+    suffices, and of small windows up to ``small_bytes``. If ``min_chunks`` is set, windows may shrink to that
     many chunks to fit into ``memory_bytes``. Raises OptionError if the windows do not fit.
     """
     while True:
         window_samples = largest_window(order)
         slot_bytes = max(1, window_bytes(window_samples))
-        num_open, extra_bytes = num_open_windows(order), 0
+        extra_bytes = 0
         room = max(1, AHEAD_BYTES // slot_bytes)  # slots to read ahead
         if memory_bytes is not None:
             extra_bytes = other_bytes(order)
-            room = max(0, memory_bytes - extra_bytes) // slot_bytes - num_open
+            room = max(0, memory_bytes - extra_bytes) // slot_bytes - 1
         if room > 0:
             num_slots, num_local = (
-                num_open + min(room, num_ahead(order, slot_bytes, some_bytes, round_bytes))
-                for some_bytes in (ahead_bytes, 0)
+                1 + min(room, num_ahead(order, slot_bytes, some_bytes, small_bytes)) for some_bytes in (ahead_bytes, 0)
             )
             return SlotPlan(order, num_slots, num_local, window_samples, slot_bytes)
         fewer = max(order.window_chunks // 2, min_chunks or order.window_chunks)
         if fewer >= order.window_chunks:
             break
         order = replace(order, window_chunks=fewer)
-    needed = (num_open + 1) * slot_bytes
+    needed = 2 * slot_bytes
     remedy = "use fewer num_threads, " if extra_bytes and needed <= (memory_bytes or 0) else ""
     raise OptionError(
-        f"memory_bytes is {memory_bytes}, but {num_open + 1} windows of {count_text(order.window_batches, 'batch')} "
+        f"memory_bytes is {memory_bytes}, but 2 windows of {count_text(order.window_batches, 'batch')} "
         f"need {needed + extra_bytes}: pass that much, {remedy}or use a smaller window_chunks or batch_size"
     )
 
@@ -101,41 +102,23 @@ def with_windows_together(plan: SlotPlan, max_bytes: int, num_reserved: int = 0)
 
     A group has at most ``max_bytes``. ``num_reserved`` is the number of windows that are held outside the slots.
 
-    >>> order = Order(num_samples=9600, chunk_samples=8, batch_size=16, window_chunks=4)
+    >>> order = Order(num_samples=9600, chunk_samples=8, batch_size=16, window_chunks=4, interleave=1)
     >>> plan = plan_slots(order, window_bytes=lambda samples: 1000 * samples, other_bytes=lambda order: 0)
     >>> together = with_windows_together(plan, 1 << 20)
     >>> plan.num_slots, plan.window_samples, together.num_slots, together.window_samples
-    (48, 32, 4, 384)
+    (48, 32, 3, 512)
     """
-    for count in (n for n in divisors(plan.order.interleave) if n * plan.window_bytes <= max_bytes):
-        num_slots, num_local = ((n + num_reserved) // count - num_reserved for n in (plan.num_slots, plan.num_local))
-        if num_local >= num_open_windows(plan.order, count) + 2:
-            samples, held = plan.window_samples * count, plan.window_bytes * count
-            return SlotPlan(plan.order, num_slots, num_local, samples, held, count)
-    return plan
+    fitting = (plan.num_local + num_reserved) // (MIN_GROUPS + num_reserved)
+    count = max(1, min(max_bytes // plan.window_bytes, fitting))
+    num_slots, num_local = ((n + num_reserved) // count - num_reserved for n in (plan.num_slots, plan.num_local))
+    samples, held = plan.window_samples * count, plan.window_bytes * count
+    return SlotPlan(plan.order, num_slots, num_local, samples, held, count)
 
 
-def num_ahead(order: Order, slot_bytes: int, ahead_bytes: int = 0, round_bytes: int = ROUND_BYTES) -> int:
-    """Return how many windows of ``slot_bytes`` to read ahead, at most all windows of an epoch.
-
-    All windows of a round are first used within a few batches, and their slots become free within a few batches. If
-    windows are small, a whole round is read ahead, so that reads do not have to wait for free slots.
-    """
-    wanted = max(AHEAD, -(-ahead_bytes // slot_bytes), min(num_open_windows(order), round_bytes // slot_bytes))
-    windows = 0
-    for round_ in order.rounds():
-        windows += round_.num_windows
-        if windows >= wanted:
-            return wanted
-    return max(1, windows)
-
-
-def num_open_windows(order: Order, together: int = 1) -> int:
-    """Return the maximum number of windows that alternate, or of groups if ``together`` windows form a group."""
-    first = next(order.rounds(), None)
-    if first is None or first.window_batches == 1:
-        return 1
-    return max(n // math.gcd(n, together) for n in divisors(order.interleave) if n <= first.num_windows)
+def num_ahead(order: Order, slot_bytes: int, ahead_bytes: int = 0, small_bytes: int = SMALL_BYTES) -> int:
+    """Return how many windows of ``slot_bytes`` to read ahead, at most all windows of an epoch."""
+    wanted = max(AHEAD, -(-ahead_bytes // slot_bytes), min(SMALL_AHEAD, small_bytes // slot_bytes))
+    return max(1, sum(1 for _ in islice(order.rounds(), wanted)))
 
 
 def largest_window(order: Order) -> int:

@@ -63,7 +63,7 @@ class Made:
     def epoch(self, dataset: Any) -> Iterator[Any]:
         """The batches of an epoch, from a loader if the kind has them."""
         if "loader" in self.kind.empty:
-            yield from DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, BATCH))
+            yield from DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, BATCH, num_workers=0))
             return
         with h5chunk.ChunkLoader(dataset, BATCH) as loader:
             yield from loader
@@ -163,7 +163,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict
 
 
 def batches_of(dataset: Any, seed: int = 0, epoch: int = 0, **options: Any) -> list[list[int]]:
-    sampler = h5chunk.ChunkSampler(dataset, BATCH, seed=seed, **options)
+    sampler = h5chunk.ChunkSampler(dataset, BATCH, seed=seed, **{"num_workers": 0, **options})
     sampler.set_epoch(epoch)
     return [list(batch) for batch in sampler]
 
@@ -305,9 +305,9 @@ def test_resume_loader(made: Made) -> None:
 @feature
 def test_resume_sampler(made: Made) -> None:
     dataset = made.open()
-    sampler = h5chunk.ChunkSampler(dataset, BATCH)
+    sampler = h5chunk.ChunkSampler(dataset, BATCH, num_workers=0)
     assert len([*islice(sampler, 2)]) == 2
-    later = h5chunk.ChunkSampler(dataset, BATCH)
+    later = h5chunk.ChunkSampler(dataset, BATCH, num_workers=0)
     later.load_state_dict(sampler.state_dict())
     made.check_epoch(dataset, DataLoader(dataset, batch_sampler=later), batches_of(dataset)[2:])
 
@@ -335,7 +335,7 @@ def test_subset(made: Made) -> None:
     with pytest.raises(OptionError):
         dataset.subset([0, 0])
     for batch, numbers in zip(
-        DataLoader(part, batch_sampler=h5chunk.ChunkSampler(part, BATCH)), batches_of(part), strict=True
+        DataLoader(part, batch_sampler=h5chunk.ChunkSampler(part, BATCH, num_workers=0)), batches_of(part), strict=True
     ):
         made.check(part, batch, part.subset_samples[numbers], 0 if part.epoch_samples else None)
 
@@ -357,7 +357,7 @@ def test_groups(made: Made) -> None:
     groups = np.arange(len(dataset)) // 2 % 3
 
     def sampler() -> Any:
-        return h5chunk.ChunkSampler(dataset, BATCH, groups=groups, groups_per_batch=2, seed=3)
+        return h5chunk.ChunkSampler(dataset, BATCH, num_workers=0, groups=groups, groups_per_batch=2, seed=3)
 
     batches = list(sampler())
     assert all(len(set(groups[batch])) == 2 for batch in batches)
@@ -427,7 +427,7 @@ def test_skip(made: Made, monkeypatch: pytest.MonkeyPatch, workers: int) -> None
     with pytest.raises(FileError, match=f"row {BAD} is damaged"):
         list(made.epoch(made.open()))
     dataset, batches = made.open(numbered=True, **SKIP), batches_of(made.open(), 1, 1)
-    sampler = h5chunk.ChunkSampler(dataset, BATCH, seed=1)
+    sampler = h5chunk.ChunkSampler(dataset, BATCH, num_workers=0, seed=1)
     sampler.set_epoch(1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* cannot be read, so that another sample|num_workers is")
@@ -447,7 +447,7 @@ def test_skip_loader(made: Made, monkeypatch: pytest.MonkeyPatch, way: dict[str,
     """A loader has the batches of a DataLoader."""
     unreadable(monkeypatch, BAD)
     dataset = made.open(numbered=True, **SKIP)
-    sampler = h5chunk.ChunkSampler(dataset, BATCH, seed=1)
+    sampler = h5chunk.ChunkSampler(dataset, BATCH, num_workers=0, seed=1)
     text = f"sample .*cannot be read, so that another.*row {BAD} is damaged"
     with pytest.warns(UserWarning, match=text):
         dataset[range(len(dataset))]
@@ -497,7 +497,9 @@ def test_as_dict(made: Made) -> None:
         alike(named[[3, 1]], dataset[[3, 1]])
     for one, other in zip(made.epoch(named), kept(made.epoch(dataset)), strict=True):
         alike(one, other)
-    batches = (DataLoader(own, batch_sampler=h5chunk.ChunkSampler(own, BATCH)) for own in (named, dataset))
+    batches = (
+        DataLoader(own, batch_sampler=h5chunk.ChunkSampler(own, BATCH, num_workers=0)) for own in (named, dataset)
+    )
     for one, other in zip(*batches, strict=True):
         alike(one, other)
 
@@ -511,8 +513,8 @@ def test_transform(made: Made) -> None:
     dataset, changed = made.open(), made.open().with_transforms([*made.kind.transforms, total])
     if not dataset.epoch_samples:
         torch.testing.assert_close(changed[3][0], total(torch.as_tensor(dataset[3][0])))
-    sampler = h5chunk.ChunkSampler(changed, BATCH)
-    plainly = DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, BATCH))
+    sampler = h5chunk.ChunkSampler(changed, BATCH, num_workers=0)
+    plainly = DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, BATCH, num_workers=0))
     for batch, other in zip(DataLoader(changed, batch_sampler=sampler), plainly, strict=True):
         torch.testing.assert_close(batch[0], torch.stack([total(each) for each in other[0]]))
 

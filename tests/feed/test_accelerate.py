@@ -51,8 +51,8 @@ def labels_of(batches: Any) -> Batches:
     return [labels.tolist() for _, labels in batches]
 
 
-def expected_epochs(path: Path) -> list[Batches]:
-    sampler = ChunkSampler(ChunkDataset(path), 16, **ORDER)
+def expected_epochs(path: Path, num_workers: int | None = None) -> list[Batches]:
+    sampler = ChunkSampler(ChunkDataset(path), 16, num_workers=num_workers, **ORDER)
     return [list(sampler) for _ in range(3)]
 
 
@@ -126,7 +126,7 @@ def test_epochs_are_those_of_the_order(path):
 
 def test_a_chunkloader_is_registered(path, tmp_path):
     """It needs no ``prepare``: it knows ranks and devices, and is saved where it is registered."""
-    epochs = expected_epochs(path)
+    epochs = expected_epochs(path, num_workers=0)
 
     def make() -> tuple[Any, ChunkLoader]:
         forget()

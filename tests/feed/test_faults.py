@@ -240,7 +240,7 @@ def lagging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The thread that plans windows stops before the second one until this is set."""
     go_on, windows = threading.Event(), Order.windows
 
-    def lag(order: Order, start: int = 0, together: int = 1) -> Iterator[Window]:
+    def lag(order: Order, start: int = 0) -> Iterator[Window]:
         each = windows(order, start)
         yield next(each)
         go_on.wait()

@@ -25,13 +25,12 @@ from support.loader_files import CHANNELS_LAST, IMAGES, LABELS, N, large, least_
 from support.loaders import loader_by
 from support.orders import ordered
 
-from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, TrustError
+from h5chunk.errors import FieldError, FileError, H5ChunkError, OptionError, StateError, TrustError
 from h5chunk.feed.batches import EpochReport
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.loader import ChunkLoader
 from h5chunk.feed.memory import KEPT
 from h5chunk.feed.sampler import ChunkSampler
-from h5chunk.plan.slots import num_open_windows
 from h5chunk.store.read.field_readers import read_rows
 from h5chunk.store.read.reader import H5Reader
 from h5chunk.transforms import Normalize, ToDtype
@@ -50,7 +49,7 @@ def as_lists(batches) -> list[list[list]]:
 def expected_epochs(path, batch_size: int, num_epochs: int = 1, fields=None, **order) -> list[list[list[list]]]:
     """What the sampler and the dataset give."""
     dataset = ChunkDataset(path, fields=fields)
-    sampler = ChunkSampler(dataset, batch_size, **order)
+    sampler = ChunkSampler(dataset, batch_size, num_workers=0, **order)
     epochs = [as_lists(dataset[rows] for rows in sampler) for _ in range(num_epochs)]
     dataset.close()
     return epochs
@@ -228,7 +227,7 @@ def test_fewer_threads_decode_large_chunks(tmp_path, monkeypatch, python_threads
 @pytest.mark.parametrize("kind", ["images", "labels"])
 @pytest.mark.parametrize("kept_whole", [True, False])
 def test_a_damaged_chunk_is_an_error_in_the_loop(tmp_path, monkeypatch, kind, kept_whole):
-    """Where its samples would come; what was read before it is right."""
+    """Where its samples would come, or those that are read together with it; what was read before it is right."""
     small(monkeypatch, whole_bytes=1 << 20 if kept_whole else 0)
     options = {"chunks": (20, 3, 5, 6), **FILTERS["gzip, shuffle, fletcher32"]}
     path = make_file(tmp_path / "a.h5", images=(IMAGES, options), labels=(LABELS, {"chunks": (20,), **FILTERS["gzip"]}))
@@ -239,7 +238,7 @@ def test_a_damaged_chunk_is_an_error_in_the_loop(tmp_path, monkeypatch, kind, ke
         for images, labels in loader:
             np.testing.assert_array_equal(images, IMAGES[labels])
             found += labels.tolist()
-    assert found == ([] if kind == "labels" and kept_whole else list(range(100)))
+    assert found == list(range(len(found))) and (0 if kind == "labels" and kept_whole else 10) <= len(found) <= 100
     assert not reading_threads()
     loader.close()
 
@@ -310,28 +309,24 @@ def test_a_link_into_another_file(tmp_path):
         ChunkLoader(tmp_path / "a.h5", 16)
 
 
-def test_same_order_with_huge_chunks(path, monkeypatch):
-    """Where fewer windows than usual alternate."""
-    small(monkeypatch, max_open_bytes=4 * 4 * 90 * 6)
+def test_a_sampler_takes_the_order_of_its_loader(path):
+    """Windows alternate for the workers of a DataLoader only."""
     dataset = ChunkDataset(path)
-    sampler = ChunkSampler(dataset, 8, **ORDER)
-    assert sampler.order.interleave < 24
-    with ChunkLoader(**ordered(path, 8, **ORDER)) as loader:
-        assert loader.order == sampler.order
-        assert numbers(loader) == [row for rows in sampler for row in rows]
-
-
-@pytest.mark.parametrize("reuse", [False, True])
-def test_windows_that_grow(path, monkeypatch, reuse):
-    """Three windows of one batch each, then one of two: the last slot has to be larger than the first ones."""
-    small(monkeypatch, max_open_bytes=3 * 21 * 4 * 90)
-    options = {"window_chunks": 21, "seed": 1}
-    monkeypatch.setattr("h5chunk.feed.sampler.with_full_windows", lambda order: order)
-    epochs = expected_epochs(path, 41, 3, **options)
-    with ChunkLoader(**ordered(path, 41, **options), reuse=reuse) as loader:
-        assert [each.window_batches for each in loader.order.rounds()] == [1, 2]
-        for epoch in epochs:
-            assert as_lists(loader) == epoch
+    in_turn = ChunkSampler(dataset, 8, num_workers=0, **ORDER)
+    expected = [rows for _ in range(3) for rows in in_turn]
+    sampler, alternating = (ChunkSampler(dataset, 8, **ORDER) for _ in range(2))
+    assert sampler.order.interleave > 1
+    with ChunkLoader(dataset, batch_sampler=sampler) as loader:
+        found = [labels.tolist() for _ in range(2) for _, labels in loader]
+        assert found + list(sampler) == expected != [rows for _ in range(3) for rows in alternating]
+    next(iter(alternating))
+    state = alternating.state_dict()
+    with pytest.raises(StateError, match="with 0, it has the order of a ChunkLoader"):
+        loader.load_state_dict(state)
+    alternating.load_state_dict(state)
+    for wrong in (alternating, ChunkSampler(dataset, 8, num_workers=2, **ORDER)):
+        with pytest.raises(OptionError, match=r"windows alternate, .*: pass num_workers=0 to the ChunkSampler"):
+            ChunkLoader(dataset, batch_sampler=wrong)
 
 
 # Numbers of samples and epochs
@@ -555,7 +550,7 @@ def test_huge_windows_are_read_ahead_too(path, monkeypatch):
     small(monkeypatch, ahead_bytes=1000)
     for order, echo in (({"window_chunks": 17}, 1), ({"shuffle": False}, 1), ({"window_chunks": 17}, 2)):
         with ChunkLoader(**ordered(path, 16, **order), echo=echo) as loader:
-            assert slots_of(loader) == num_open_windows(loader.order) + 1
+            assert slots_of(loader) == 2
             assert len(list(loader)) == len(loader)
 
 
@@ -818,7 +813,7 @@ def test_a_file_that_changes(tmp_path, how, when, kind):
 
 
 @pytest.mark.usefixtures("python_threads")
-@pytest.mark.parametrize(("batch", "resident"), [(0, False), (6, False), (0, True)])
+@pytest.mark.parametrize(("batch", "resident"), [(0, False), (1, False), (0, True)])
 def test_an_error_in_a_thread_is_raised_in_the_loop(path, monkeypatch, batch, resident):
     small(monkeypatch, whole_bytes=0)
     loader = ChunkLoader(path, 16, shuffle=False, resident=resident)

@@ -395,7 +395,7 @@ def test_batches_on_a_gpu_are_those_on_the_cpu(
         for order in ({"batch_size": 8}, {"batch_elements": 60}, {"batch_size": 8, "bucket_batches": 3}):
             samplers = [h5chunk.ChunkSampler(dataset, **order) for _ in range(2)]
             options = {"transforms": transforms, "resident": resident}
-            expected = list(loader_by(dataset, batch_sampler=samplers[0], **options))
+            expected = [tree_leaves(batch) for batch in loader_by(dataset, batch_sampler=samplers[0], **options)]
             with loader_by(dataset, batch_sampler=samplers[1], device="cuda", **options) as loader:
                 for _ in range(2):
                     batches = [[part.cpu() for part in tree_leaves(batch)] for batch in loader]

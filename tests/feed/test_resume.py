@@ -114,7 +114,7 @@ def test_a_loader_resumes_at_every_batch(path, name):
 @pytest.mark.filterwarnings("ignore:field .* is read through h5py")
 def test_another_reader_goes_on(path):
     ways = [
-        lambda: ChunkSampler(ChunkDataset(path), 16, **ORDER),
+        lambda: ChunkSampler(ChunkDataset(path), 16, num_workers=0, **ORDER),
         *(lambda name=name: loader_of(path, name) for name in ("direct", "h5py", "resident")),
     ]
     for number, way in enumerate(ways):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.faults import failure, nth, watch
+from support.faults import failure, nth, small, watch
 from support.foreign import make_file, values
 from support.leftovers import WAIT_S, in_fork, nothing_is_left, reading_threads
 from support.loader_files import IMAGES, LABELS, N, epoch_of, least_memory, path
@@ -176,6 +176,7 @@ def test_changing_a_batch_changes_no_other(path, options):
 @pytest.mark.parametrize("echo", [1, 3])
 @pytest.mark.parametrize("when", ["first", "last"])
 def test_an_error_while_waiting_comes_as_it_is(path, monkeypatch, echo, when):
+    small(monkeypatch, together_bytes=0)  # each window is read alone
     with ChunkLoader(path, 16, echo=echo, shuffle=False, num_threads=1) as loader:
 
         def fail(load):

@@ -61,6 +61,7 @@ def test_threads_ask_only_for_copies_that_are_still_known(
 
     watch(monkeypatch, "feed.cuda_slots.CudaSlot.begin", before=before_a_window, note=False)
     watch(monkeypatch, "feed.stream.WindowStream._put_back", after=after_a_window, note=False)
+    small(monkeypatch, together_bytes=0)  # each window is read alone
     device.copy_late(on=True)
     with object_server({"/many.h5": file.read_bytes()}) as server:
         data = h5chunk.ChunkDataset(f"{server.url}/many.h5", cache_dir=tmp_path / "data")
@@ -74,5 +75,5 @@ def test_threads_ask_only_for_copies_that_are_still_known(
                     if stops and number == 2:
                         break
     disconnect()
-    assert len(are_known) > 50 and all(are_known)
-    assert len(are_received) > 50 and all(are_received)
+    assert len(are_known) > 40 and all(are_known)
+    assert len(are_received) > 40 and all(are_received)

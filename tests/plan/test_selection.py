@@ -140,7 +140,7 @@ def test_weights(tmp_path, layout):
     matrix = random_matrix(400, 50, 6)
     path = write(tmp_path / "a.h5", matrix, fields={"labels": classes}, chunk_samples=8)  # noqa: F811
     dataset = ChunkDataset(path, fields=("X", "labels"))
-    sampler = ChunkSampler(dataset, 32, weights="labels", window_chunks=4)
+    sampler = ChunkSampler(dataset, 32, weights="labels", window_chunks=4, num_workers=0)
     loader = ChunkLoader(**ordered(dataset, 32, weights="labels", window_chunks=4), transforms=[layout])
     for _ in range(2):
         drawn = Counter()

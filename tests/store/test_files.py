@@ -84,7 +84,7 @@ def test_every_sample_once_the_same_by_every_reader(tmp_path_factory, sizes, bat
     images, labels = dataset[rows]
     np.testing.assert_array_equal(labels, rows % count)
     np.testing.assert_array_equal(images, IMAGES[rows % count])
-    sampler = ChunkSampler(dataset, batch_size, shuffle=shuffle, seed=seed, window_chunks=3)
+    sampler = ChunkSampler(dataset, batch_size, shuffle=shuffle, seed=seed, window_chunks=3, num_workers=0)
     epochs = [epoch_of(dataset[batch] for batch in sampler) for _ in range(2)]
     for epoch in epochs:
         assert sorted(flat(epoch)) == list(range(count))

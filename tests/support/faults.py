@@ -19,6 +19,7 @@ from h5chunk.store.read.field_readers import field_readers
 CONSTANTS = {
     "ahead_bytes": "plan.slots.AHEAD_BYTES",
     "block_samples": "tools.model.clustering.BLOCK_SAMPLES",
+    "can_fork": "store.write.workers.CAN_FORK",
     "compared_bytes": "store.hdf5.chunk_table.COMPARED_BYTES",
     "decoded_part_bytes": "store.read.engine.PART_BYTES",
     "decoding_bytes": "feed.source.DECODING_BYTES",
@@ -50,13 +51,13 @@ CONSTANTS = {
     "repacked_index_chunk_bytes": "tools.repack.fields.INDEX_CHUNK_BYTES",
     "run_bytes": "store.hdf5.ranges.RUN_BYTES",
     "scanned_part_bytes": "store.read.scan.PART_BYTES",
-    "slack_bytes": "store.hdf5.guard.SLACK_BYTES",
-    "can_fork": "store.write.workers.CAN_FORK",
     "sent_bytes": "store.write.workers.SENT_BYTES",
+    "slack_bytes": "store.hdf5.guard.SLACK_BYTES",
     "stall_s": "store.write.workers.STALL_S",
     "step_bytes": "plan.repack.STEP_BYTES",
     "table_bytes": "store.rewrite.raw_rows.TABLE_BYTES",
     "task_samples": "store.write.fill.TASK_SAMPLES",
+    "together_bytes": "feed.budget.TOGETHER_BYTES",
     "whole_bytes": "store.read.field_readers.WHOLE_BYTES",
     "whole_row_bytes": "store.read.field_readers.WHOLE_ROW_BYTES",
 }

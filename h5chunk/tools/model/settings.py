@@ -142,7 +142,7 @@ def memory_of(setting: Setting, facts: DataFacts) -> int:
     if setting.reader == DATASET:
         cache = cache_of(setting, facts).nbytes
         return max(1, setting.num_workers) * cache + (1 + setting.num_workers * (PREFETCH + 1) + KEPT) * batch
-    windows = plan_slots(order, lambda samples: samples * facts.sample_bytes, lambda order: 0)
+    windows = plan_slots(replace(order, interleave=1), lambda samples: samples * facts.sample_bytes, lambda order: 0)
     cache = 0 if facts.direct or setting.repack else cache_of(setting, facts, 1).nbytes
     made = (1 + KEPT) * batch if facts.converted_bytes else 0
     return (windows.num_slots + KEPT) * windows.window_samples * facts.sample_bytes + made + cache
