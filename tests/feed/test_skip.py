@@ -309,7 +309,9 @@ def test_good_images_are_mixed(photos):
     with ChunkLoader(dataset, 8) as loader:
         found = [tuple(map(copy.deepcopy, batch)) for batch in loader]
         assert loader.report.skipped == 2
-    for one, other in zip(found, DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 8, num_workers=0)), strict=True):
+    for one, other in zip(
+        found, DataLoader(dataset, batch_sampler=ChunkSampler(dataset, 8, num_workers=0)), strict=True
+    ):
         for field, same in zip(one, other, strict=True):
             assert torch.isfinite(field).all() and torch.equal(field, same)
 
