@@ -42,7 +42,7 @@ class RemoteReadPool(ReadPool):
     @property
     def progress(self) -> int:
         """See `ReadPool.progress`. Completed requests also count as progress."""
-        is_fetching = not self.is_local and os.getpid() == self.process
+        is_fetching = not self.is_local and self.is_usable
         return super().progress + (client().num_parts if is_fetching else 0)
 
     def load(self, window: Window, slot: Any) -> WindowRead:

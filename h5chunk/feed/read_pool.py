@@ -139,7 +139,7 @@ class WindowRead:
 
         Raise `WorkerError` if no task of any window completes for ``timeout_s``.
         """
-        if os.getpid() != self._pool.process:
+        if not self._pool.is_usable:
             raise lost_by_fork(self._pool.path)
         done = self._pool.progress
         while not self.is_ready:
@@ -189,7 +189,7 @@ class ReadPool:
         self.is_local = self._in_memory or not reader.is_remote  # whether all data is on this machine
         self._hangs = False  # whether a wait has run into its timeout
         self.has_ended = threading.Event()  # set once the pool is closed and all threads have ended
-        self.process = os.getpid()
+        self._process = os.getpid()
         self.lock = threading.Lock()  # for the states of all reads
         self._tasks: SimpleQueue[tuple[WindowRead, ReadTask] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -267,6 +267,11 @@ class ReadPool:
             self._end_read(result)
 
     @property
+    def is_usable(self) -> bool:
+        """Whether the threads belong to this process. A fork has descriptors, but no threads, and unusable locks."""
+        return os.getpid() == self._process
+
+    @property
     def progress(self) -> int:
         """A number that grows whenever a task of any window is done."""
         return self.tasks_done + (0 if self._native is None else self._native.progress)
@@ -301,7 +306,7 @@ class ReadPool:
                 native = self._rows_of(window, fields)
             else:
                 all_tasks = [task for name, to in fields.items() for task in self._field_tasks(name, window, to)]
-                has_native = self._native is not None and os.getpid() == self.process
+                has_native = self._native is not None and self.is_usable
                 native, tasks = native_tasks(all_tasks, self.files) if has_native else (None, all_tasks)
         except FileError as error:  # raised again when the window is due
             load = WindowRead(self, slot, window, 0)
@@ -386,7 +391,7 @@ class ReadPool:
 
         A hanging thread is not waited for. It keeps the file open until its read returns.
         """
-        if os.getpid() != self.process:  # a fork has the descriptor, but no threads, and unusable locks
+        if not self.is_usable:
             self.files.close()
             self.has_ended.set()
             return

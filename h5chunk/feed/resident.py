@@ -6,7 +6,6 @@ On the CPU, native threads gather the next batches while the caller uses the cur
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -62,7 +61,6 @@ class Resident:
         self._ahead: _Ahead | None = None
         if self._memory is not None and available() and all(kind.is_fixed for kind in source.kinds.values()):
             self._ahead = _Ahead(source, self._columns)
-        self._process = os.getpid()
         self._planned: dict[int, _DrawnOrder] = {}
 
     def _read(self, source: DataSource, piece_samples: int) -> None:
@@ -195,10 +193,8 @@ class Resident:
             yield maker.take(self._columns, numbers.part(first, first + size), self._memory)
 
     def _plan(self, order: Order) -> _DrawnOrder:
-        if self._process != os.getpid():  # a fork has no threads
-            self._process, self._planned = os.getpid(), {}
         plan = self._planned.get(order.epoch)
-        if plan is None or plan.selection is not order.selection:  # proportions may have changed
+        if plan is None or plan.order.selection is not order.selection:  # proportions may have changed
             plan = _DrawnOrder(order)
         self._planned = {epoch: other for epoch, other in self._planned.items() if epoch == order.epoch - 1}
         self._planned[order.epoch] = plan
@@ -213,14 +209,14 @@ class _DrawnOrder:
     """The order of an epoch's samples, computed in a thread. Unlike an executor's locks, its locks survive Ctrl-C."""
 
     def __init__(self, order: Order) -> None:
-        self.selection = order.selection
+        self.order = order
         self._drawn: np.ndarray | BaseException | None = None
-        self._thread = threading.Thread(target=self._draw, args=(order,), name="h5chunk-order", daemon=True)
+        self._thread = threading.Thread(target=self._draw, name="h5chunk-order", daemon=True)
         self._thread.start()
 
-    def _draw(self, order: Order) -> None:
+    def _draw(self) -> None:
         try:
-            self._drawn = _whole(order)
+            self._drawn = np.concatenate([np.empty(0, np.int64), *self.order.keys()])
         except BaseException as error:  # raised again by result()
             self._drawn = error
 
@@ -231,14 +227,12 @@ class _DrawnOrder:
     def result(self) -> np.ndarray:
         """Return the keys of the samples in order, as `Order.keys` yields them: (num_samples,) int64."""
         self.wait()
+        if self._drawn is None:  # a fork has no threads
+            self._draw()
         if isinstance(self._drawn, BaseException):
             raise self._drawn
         assert self._drawn is not None
         return self._drawn
-
-
-def _whole(order: Order) -> np.ndarray:
-    return np.concatenate([np.empty(0, np.int64), *order.keys()])
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,6 @@ Copies may be late by any time: `tests/native/test_cuda.py` reads through a stan
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -224,7 +223,6 @@ class WindowStream:
         self._num_local = plan.num_local
         # memory for the samples of echoes
         self._gathered = BatchMemory(KEPT * len(source.kinds)) if source.device.type == "cpu" else None
-        self._process = os.getpid()
         self._open: dict[WindowRead, None] = {}  # windows in the order of reading
         self._batches: dict[tuple[int, int], WindowRead] = {}  # reads, by epoch and number
         self._free: deque[Any] = deque()  # slots
@@ -291,8 +289,8 @@ class WindowStream:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the threads belong to this process; a fork does not copy threads."""
-        return self._process == os.getpid()
+        """Whether the threads belong to this process: see `ReadPool.is_usable`."""
+        return bool(self._pool.is_usable)
 
     def close(self) -> None:
         """Stop the threads, wake up callers that wait for a window, then free the memory.

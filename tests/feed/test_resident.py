@@ -98,12 +98,12 @@ def test_the_next_order_is_drawn_while_an_epoch_is_trained(path, monkeypatch):
     drawn: dict[int, str] = {}
     there = threading.Event()
 
-    def note(order):
-        drawn[order.epoch] = threading.current_thread().name
-        if order.epoch == 1:
+    def note(drawing):
+        drawn[drawing.order.epoch] = threading.current_thread().name
+        if drawing.order.epoch == 1:
             there.set()
 
-    watch(monkeypatch, "feed.resident._whole", note)
+    watch(monkeypatch, "feed.resident._DrawnOrder._draw", note)
     with load_whole(path) as loader:
         batches = iter(loader)
         next(batches)

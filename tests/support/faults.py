@@ -144,7 +144,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
         return fields, why
 
     monkeypatch.setattr("h5chunk.store.read.samples.Rows.reads_rows", False)
-    for module in ("budget", "sample_reader"):
+    for module in ("source", "sample_reader"):
         monkeypatch.setattr(f"h5chunk.feed.{module}.field_readers", opened)
 
 
