@@ -141,7 +141,8 @@ class ChunkLoader(Resumable):
         ``window_chunks``, windows are made smaller than the file recommends if necessary.
     num_threads : int, optional
         Number of reader threads, and maximum number of threads that decode or augment. Default: one per core, but at
-        most 12 that read, and fewer if decoding compressed chunks, three per thread, would need more than 1 GiB.
+        most 12 that read, and fewer if decoding compressed chunks, three per thread, would need more than 1 GiB. To
+        augment, processes that torchrun starts on one host share its cores.
     resident : bool
         Read all samples of the data set, or of the subset, once, and keep them on the device (a sparse matrix stays
         sparse). The order is the same. Raises OptionError if they do not fit in ``memory_bytes``, or in the free memory
