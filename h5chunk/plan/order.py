@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, groupby, islice
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -47,7 +47,8 @@ from h5chunk.plan.selection import Selection, SelectionSequence, WeightedSelecti
 MAX_EPOCH = (1 << 63) - 1
 MAX_OPEN_BYTES = 1 << 30  # total size of the windows whose batches alternate
 INTERLEAVE = 24  # divisible by 1, 2, 3, 4, 6, 8, 12 and 24 workers
-LARGE_ROUND = 1 << 14  # samples of a round that takes long to plan: its first windows are planned first
+PLANNED_WINDOWS, PLANNED_SAMPLES = 24, 1 << 17  # most windows, and samples, to plan together if they do not alternate
+LARGE_GROUP = 1 << 14  # samples of a group of windows that takes long to plan: its first window is planned first
 Keys = Callable[[Indices], Indices]  # returns the keys of the samples at positions of the sequence
 
 
@@ -78,6 +79,19 @@ class Window(NamedTuple):
         samples = keys % REPEAT
         places = np.argsort(samples, kind="stable")
         return cls(samples, samples[places], places, batches, keys, sizes)
+
+    def without(self, start: int, batch_size: int) -> Window:
+        """Return the window without its batches before batch ``start``. All its batches have ``batch_size`` samples."""
+        done = sum(number < start for number in self.batches)
+        first = done * batch_size
+        is_left = self.destinations >= first
+        return Window(
+            self.samples[first:],
+            self.rows[is_left],
+            self.destinations[is_left] - first,
+            self.batches[done:],
+            self.keys[first:],
+        )
 
     @classmethod
     def joined(cls, windows: Sequence[Window]) -> Window:
@@ -304,12 +318,14 @@ class Order:
 
     def rounds(self) -> Iterator[Round]:
         """Yield the rounds of the epoch. The last rounds have smaller windows, then fewer windows."""
-        unit = self._chunk_batches if self.window_batches % self._chunk_batches == 0 else 1
+        full, num_batches = self.window_batches, self.num_batches
+        unit = self._chunk_batches if full % self._chunk_batches == 0 else 1
+        counts = divisors(self.interleave)
         done = 0
-        while done < self.num_batches:
-            left = self.num_batches - done
-            num_windows = next((n for n in divisors(self.interleave) if n * unit <= left), 1)
-            window_batches = min(self.window_batches, max(unit, left // num_windows // unit * unit), left)
+        while done < num_batches:
+            left = num_batches - done
+            num_windows = next((n for n in counts if n * unit <= left), 1)
+            window_batches = min(full, max(unit, left // num_windows // unit * unit), left)
             yield Round(done, num_windows, window_batches)
             done += num_windows * window_batches
 
@@ -349,34 +365,45 @@ class Order:
         added = epoch_rows(self.epoch, self.epoch_samples) if self.epoch_samples else 0
         lanes = [self._lane(number) for number in range(self.rank * count, (self.rank + 1) * count)]
         is_first = len(lanes) == 1
-        for round_ in self.rounds():
-            stop = round_.first_batch + round_.num_windows * round_.window_batches
+        for group in self._groups():
+            stop = group.first_batch + group.num_windows * group.window_batches
             if stop <= start:
                 continue
-            size = round_.window_batches * self.batch_size
-            planned = 0  # windows of the round
-            for window in range(round_.num_windows):
-                numbers = range(round_.first_batch + window, stop, round_.num_windows)
+            size = group.window_batches * self.batch_size
+            planned = 0  # windows of the group
+            for window in range(group.num_windows):
+                numbers = range(group.first_batch + window, stop, group.num_windows)
+                if self.interleave == 1:
+                    first = group.first_batch + window * group.window_batches
+                    numbers = range(first, first + group.window_batches)
                 if numbers[-1] < start:
                     continue
                 if window >= planned:
-                    begun, planned = (window if len(lanes) == 1 else 0), round_.num_windows
-                    if is_first and round_.num_windows * size > LARGE_ROUND:  # alone, so that reading can begin
+                    begun, planned = (window if len(lanes) == 1 else 0), group.num_windows
+                    if is_first and group.num_windows * size > LARGE_GROUP:  # alone, so that reading can begin
                         planned, is_first = window + 1, False
-                    keys, destinations = _round_rows(self, sequence, lanes, round_, begun, planned)
-                    keys = keys + added if added else keys
-                selected = slice((window - begun) * size, (window - begun + 1) * size)
-                yield self._window(keys[selected], destinations[selected], numbers, start)
+                    row_keys, destinations = _group_rows(self, sequence, lanes, group, begun, planned)
+                    row_keys = row_keys + added if added else row_keys
+                    keys = np.empty_like(row_keys)
+                    begins = np.repeat(np.arange(0, len(keys), size), size)[: len(keys)]
+                    keys[destinations + begins] = row_keys
+                    rows, samples = self.numbers_of(row_keys), self.numbers_of(keys)
+                of = slice((window - begun) * size, (window - begun + 1) * size)
+                whole = Window(samples[of], rows[of], destinations[of], numbers, keys[of])
+                yield whole if numbers[0] >= start else whole.without(start, self.batch_size)
 
-    def _window(self, row_keys: Indices, destinations: Indices, numbers: Sequence[int], start: int) -> Window:
-        done = sum(number < start for number in numbers)
-        if done:
-            left = destinations >= done * self.batch_size
-            row_keys, destinations = row_keys[left], destinations[left] - done * self.batch_size
-            numbers = numbers[done:]
-        keys = np.empty_like(row_keys)
-        keys[destinations] = row_keys
-        return Window(self.numbers_of(keys), self.numbers_of(row_keys), destinations, numbers, keys)
+    def _groups(self) -> Iterator[Round]:
+        """Yield groups of windows that are planned together, because each call of NumPy has a fixed cost.
+
+        They are the rounds, or, if windows do not alternate, consecutive windows.
+        """
+        if self.interleave > 1:
+            yield from self.rounds()
+            return
+        for window_batches, windows in groupby(self.rounds(), lambda each: each.window_batches):
+            most = max(1, min(PLANNED_WINDOWS, PLANNED_SAMPLES // (window_batches * self.batch_size)))
+            while group := list(islice(windows, most)):
+                yield Round(group[0].first_batch, len(group), window_batches)
 
     def _lane(self, number: int) -> Lane:
         # the chunks of a selection differ in size, so its lanes are contiguous parts
@@ -422,39 +449,39 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(number, 0, -1) if number % n == 0]
 
 
-def _round_rows(
-    order: Order, sequence: Keys, lanes: list[Lane], round_: Round, begin: int, end: int
+def _group_rows(
+    order: Order, sequence: Keys, lanes: list[Lane], group: Round, begin: int, end: int
 ) -> tuple[Indices, Indices]:
-    """Return the keys of the samples of a round's windows, and the position of each sample in its window.
+    """Return the keys of the samples of a group's windows, and the position of each sample in its window.
 
     The windows are those from ``begin`` to ``end`` (excluded), which with several lanes must be all. The samples are
     sorted by window, then by lane, then by position in the sequence.
     """
-    parts = [_lane_rows(order, lane, round_, begin, end) for lane in lanes]
+    parts = [_lane_rows(order, lane, group, begin, end) for lane in lanes]
     if len(lanes) == 1:
         return sequence(parts[0][0]), parts[0][1]
     lengths, batch = [len(rows) for rows, _ in parts], order.lane_batch
-    left = lengths[0] - batch * np.arange(round_.num_windows * round_.window_batches)  # samples from each batch on
+    left = lengths[0] - batch * np.arange(group.num_windows * group.window_batches)  # samples from each batch on
     longer, shorter = (np.clip(left - fewer, 0, batch) for fewer in (0, lengths[0] - lengths[-1]))
     num_longer, windows = lengths.count(lengths[0]), []  # the first lanes may have a sample more than the others
     for number, (_, destinations) in enumerate(parts):
         before = min(number, num_longer) * longer + max(0, number - num_longer) * shorter
-        windows.append(np.arange(len(destinations)) // (round_.window_batches * batch))
+        windows.append(np.arange(len(destinations)) // (group.window_batches * batch))
         batches = destinations // batch
-        destinations += batches * (order.batch_size - batch) + before[windows[-1] * round_.window_batches + batches]
+        destinations += batches * (order.batch_size - batch) + before[windows[-1] * group.window_batches + batches]
     by_window = np.argsort(np.concatenate(windows).astype(np.uint32), kind="stable")
     rows, destinations = (np.concatenate(column)[by_window] for column in zip(*parts, strict=True))
     return sequence(rows), destinations
 
 
-def _lane_rows(order: Order, lane: Lane, round_: Round, begin: int, end: int) -> tuple[Indices, Indices]:
+def _lane_rows(order: Order, lane: Lane, group: Round, begin: int, end: int) -> tuple[Indices, Indices]:
     """Return the samples of a lane in some windows, as positions in the sequence, and their positions in their windows.
 
-    The windows are those of the round from ``begin`` to ``end`` (excluded). All of them are shuffled in one call,
+    The windows are those of the group from ``begin`` to ``end`` (excluded). All of them are shuffled in one call,
     because each call has a fixed cost.
     """
-    size = round_.window_batches * order.lane_batch
-    first = round_.first_batch * order.lane_batch
+    size = group.window_batches * order.lane_batch
+    first = group.first_batch * order.lane_batch
     start, stop = first + begin * size, first + end * size
     if not order.pad and not order.drop_last:
         stop = min(stop, lane.num_samples)
