@@ -49,7 +49,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
 from queue import Empty, SimpleQueue
@@ -198,6 +198,14 @@ class _Drawer:
         """Return, because there is no thread."""
 
 
+class _Turn:
+    """The window whose batches are being made: a function that returns its next batch, and how many are left."""
+
+    read: WindowRead
+    take: Callable[[], Tensors]
+    num_left = 0
+
+
 class WindowStream:
     """Read ahead through the windows of a plan, and yield their batches.
 
@@ -224,7 +232,7 @@ class WindowStream:
         # memory for the samples of echoes
         self._gathered = BatchMemory(KEPT * len(source.kinds)) if source.device.type == "cpu" else None
         self._open: dict[WindowRead, None] = {}  # windows in the order of reading
-        self._batches: dict[tuple[int, int], WindowRead] = {}  # reads, by epoch and number
+        self._unused: deque[tuple[int, WindowRead]] = deque()  # the epochs and the windows of which no batch was begun
         self._free: deque[Any] = deque()  # slots
         self._maker: threading.Thread | None = None  # the thread that creates all slots but the first
         self._is_closed = False
@@ -349,7 +357,7 @@ class WindowStream:
         """Restart at another position with the same threads and memory. Running reads are discarded once they end."""
         self._leave_planner()
         self._pool.cancel()
-        self._batches.clear()
+        self._unused.clear()
         for read in list(self._open):
             read.wait_for_threads(self._pool.timeout_s)
             self._put_back(read)
@@ -374,8 +382,7 @@ class WindowStream:
         self._pool.epoch, self._planned = epoch, None
         read = self._pool.load(window, self._free.popleft())
         self._open[read] = None
-        for batch in window.batches:
-            self._batches[epoch, batch] = read
+        self._unused.append((epoch, read))
 
     def _load_next(self, order: Epoch) -> None:
         """Wait until the next window is planned, and start reading it. Raise WorkerError if that takes too long."""
@@ -441,22 +448,20 @@ class WindowStream:
             self._restart_reading(order, start)
         self._next, self._report = None, report
         report.waited_s += time.perf_counter() - report.started  # starting threads, opening the file
-        windows: dict[WindowRead, Iterator[Tensors]] = {}  # the batches of the windows that were read
+        turn = _Turn()
         stays = self._lends_slot or self._echo != 1  # the window, until its last batch is used
-        begun: deque[tuple[WindowRead, Tensors]] = deque()  # batches that are being decoded
-        due = count(start)
+        begun: deque[tuple[WindowRead, Tensors, bool]] = deque()  # batches that are being decoded
         following = (order.epoch + 1, 0) if order.is_pure else None
         num_batches = order.num_batches
         try:
             for number in order.numbers(start):
                 if maker.ahead:
-                    while not begun or (len(begun) <= maker.ahead and self._is_batch_ready(order, number + len(begun))):
-                        begun.append(self._begin_batch(order, maker, next(due), windows))
-                    read, batch = begun.popleft()
+                    while not begun or (len(begun) <= maker.ahead and self._is_batch_ready(turn, order.epoch)):
+                        begun.append(self._begin_batch(turn, order, maker))
+                    read, batch, last = begun.popleft()
                     batch = self._with_images(read, batch, order, maker, number)
                 else:
-                    read, batch = self._begin_batch(order, maker, number, windows)
-                last = number == read.window.batches[-1]
+                    read, batch, last = self._begin_batch(turn, order, maker)
                 if not stays and number + 1 == num_batches:
                     self._next = following  # before the last batch: a consumer that counts batches stops there
                 if not stays and last:
@@ -469,41 +474,48 @@ class WindowStream:
                         yield maker.finish(batch)
                     self._release(read)
         finally:
-            for _, batch in begun:
+            for _, batch, _ in begun:
                 drop(batch)
             if not order.is_pure:  # the user's sampler may refer to the loader, whose finalizer refers to the stream
                 self._leave_planner()
         self._next = following
 
-    def _is_batch_ready(self, order: Epoch, number: int) -> bool:
+    def _is_batch_ready(self, turn: _Turn, epoch: int) -> bool:
+        """Return whether the next batch of the epoch can be made without waiting."""
         self._pool.finish_ready()
-        read = self._batches.get((order.epoch, number))
-        return read is not None and read.is_ready
+        if turn.num_left or not self._unused:
+            return bool(turn.num_left)
+        next_epoch, read = self._unused[0]
+        return next_epoch == epoch and read.is_ready
 
-    def _begin_batch(
-        self, order: Epoch, maker: BatchMaker, number: int, windows: dict[WindowRead, Iterator[Tensors]]
-    ) -> tuple[WindowRead, Tensors]:
-        """Begin a batch, and return it with its window. The first batch of a window waits until it has been read."""
-        while (order.epoch, number) not in self._batches:
-            self._load_next(order)
-        read = self._batches.pop((order.epoch, number))
-        if read not in windows:
+    def _begin_batch(self, turn: _Turn, order: Epoch, maker: BatchMaker) -> tuple[WindowRead, Tensors, bool]:
+        """Begin the next batch. Return it with its window, and whether it is the last one of this window.
+
+        The first batch of a window waits until it has been read.
+        """
+        if not turn.num_left:
+            while not self._unused:
+                self._load_next(order)
+            _, read = self._unused.popleft()
             self._wait_for(read, order)
-            is_whole = len(read.window.batches) == 1
-            if is_whole and maker.passes_windows and not self._lends_slot:
-                if self._free:
-                    self._fill()
-                return read, read.slot.window
-            draws = Draws(order.seed, order.epoch, read.window.keys, kept={}, whole=read.window.keys)
-            if is_whole and not maker.ahead:
+            turn.read, turn.take, turn.num_left = read, self._made(read, order, maker), len(read.window.batches)
+        turn.num_left -= 1
+        return turn.read, turn.take(), not turn.num_left
+
+    def _made(self, read: WindowRead, order: Epoch, maker: BatchMaker) -> Callable[[], Tensors]:
+        """Return a function that returns the batches of a window that was read, and keeps no reference to them."""
+        is_whole = len(read.window.batches) == 1
+        if is_whole and maker.passes_windows and not self._lends_slot:
+            if self._free:
                 self._fill()
-                return read, maker.whole(read.slot.window, draws, max(1, len(read.window.samples)))
-            windows[read] = maker.open(read.slot.window, draws, read.window.sizes or order.batch_size)
+            return deque([read.slot.window]).popleft
+        draws = Draws(order.seed, order.epoch, read.window.keys, kept={}, whole=read.window.keys)
+        if is_whole and not maker.ahead:
             self._fill()
-        batch = next(windows[read])
-        if number == read.window.batches[-1]:
-            del windows[read]
-        return read, batch
+            return deque([maker.whole(read.slot.window, draws, max(1, len(read.window.samples)))]).popleft
+        batches = maker.open(read.slot.window, draws, read.window.sizes or order.batch_size)
+        self._fill()
+        return batches.__next__
 
     def _wait_for(self, read: WindowRead, order: Epoch) -> None:
         if not self.is_usable:
