@@ -49,7 +49,16 @@ def test_every_sample_once_over_all_ranks(path, tmp_path, world_size):
         batches = [each[tail]["loader"] for each in ranks]
         assert batches == [each[tail]["sampler"] for each in ranks]
         by_hand = [
-            ChunkSampler(ChunkDataset(path), 16, **ORDER, **options, lanes=world_size, rank=rank, world_size=world_size)
+            ChunkSampler(
+                ChunkDataset(path),
+                16,
+                num_workers=0,
+                **ORDER,
+                **options,
+                lanes=world_size,
+                rank=rank,
+                world_size=world_size,
+            )
             for rank in range(world_size)
         ]
         assert batches == [list(sampler) for sampler in by_hand]

@@ -101,7 +101,7 @@ def read_epoch(rank: int, path: Path, batch_size: int) -> dict[str, Any]:
                 assert images.numpy().tobytes() == IMAGES[labels.numpy()].tobytes()
                 batches.append(labels.tolist())
                 sizes.append(together(len(labels)))
-        sampler = ChunkSampler(ChunkDataset(path), batch_size, **ORDER, **options)
+        sampler = ChunkSampler(ChunkDataset(path), batch_size, num_workers=0, **ORDER, **options)
         found[tail] = {"loader": batches, "sampler": list(sampler), "sizes": sizes}
     return found
 
