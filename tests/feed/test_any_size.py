@@ -102,7 +102,7 @@ def test_colours_change_after_the_crop(kept, num_workers):
     if num_workers is None:
         changed = all_batches(dataset, seed=3)
     else:
-        sampler = h5chunk.ChunkSampler(dataset, 8, seed=3)
+        sampler = h5chunk.ChunkSampler(dataset, 8, seed=3, num_workers=0)
         changed = list(DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers))
     plain = all_batches(dataset.with_transforms(RANDOM), seed=3)
     for (images, numbers), (expected, others) in zip(changed, plain, strict=True):
@@ -113,7 +113,9 @@ def test_colours_change_after_the_crop(kept, num_workers):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_they_are_mixed(kept, num_workers):
     dataset = h5chunk.ChunkDataset(kept, transforms=[*RANDOM, Normalize(0.5, 0.25), MixUp(num_classes=2)])
-    loader = DataLoader(dataset, batch_sampler=h5chunk.ChunkSampler(dataset, 8, seed=3), num_workers=num_workers)
+    loader = DataLoader(
+        dataset, batch_sampler=h5chunk.ChunkSampler(dataset, 8, seed=3, num_workers=0), num_workers=num_workers
+    )
     plain = all_batches(kept, seed=3, transforms=[*RANDOM, Normalize(0.5, 0.25)])
     for mixed, others, (before, labels) in zip(loader, all_batches(dataset, seed=3), plain, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(mixed, others, strict=True))
@@ -211,7 +213,7 @@ def test_several_files_and_subsets(photos, kept, raw, tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_data_set_in_a_data_loader(kept, workers):
     dataset = h5chunk.ChunkDataset(kept, transforms=[*RANDOM, Normalize(0.5, 0.25)])
-    sampler = h5chunk.ChunkSampler(dataset, 8)
+    sampler = h5chunk.ChunkSampler(dataset, 8, num_workers=0)
     found = list(DataLoader(dataset, batch_sampler=sampler, num_workers=workers))
     expected = all_batches(kept, transforms=[*RANDOM, Normalize(0.5, 0.25)])
     assert all(torch.equal(one[0], other[0]) for one, other in zip(found, expected, strict=True))
