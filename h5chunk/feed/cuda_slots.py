@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from h5chunk.feed.columns import Columns, Destination, Kinds, Room, slot_bytes
+from h5chunk.feed.columns import Destination, Kinds, Room, slot_bytes
 from h5chunk.feed.memory import PinnedMemory
-from h5chunk.feed.slots import destinations
+from h5chunk.feed.slots import Slot
 from h5chunk.native import Buffer, available, cuda
 from h5chunk.transforms.compiled import current_stream
 
@@ -62,7 +62,7 @@ def num_pinned(num_slots: int, num_bytes: int) -> int:
     return min(num_slots, max(MIN_PINNED, PINNED_BYTES // max(1, num_bytes)))
 
 
-class CudaSlot:
+class CudaSlot(Slot):
     """A device buffer that holds all fields of one window.
 
     A window is first read into one of the ``pinned`` host buffers, which slots share, and then copied to the device.
@@ -71,16 +71,13 @@ class CudaSlot:
     """
 
     def __init__(self, kinds: Kinds, num_samples: int, pinned: deque[PinnedBuffer], stream: torch.cuda.Stream) -> None:
-        self.kinds, self._stream, self._all_pinned = kinds, stream, pinned
+        super().__init__(kinds, num_samples)
+        self.device, self._stream, self._all_pinned = stream.device, stream, pinned
         self._pinned: PinnedBuffer | None = None
-        num_bytes = slot_bytes(kinds, num_samples)
-        memory = torch.empty(num_bytes, dtype=torch.uint8, device=stream.device)
-        self._room, self._num_samples = Room(memory, kinds.values(), num_samples), num_samples
-        self.buffer: Buffer | None = None  # for which the window is queued
-        self._read: Columns = ()  # the columns that threads fill, in pinned memory
+        memory = torch.empty(slot_bytes(kinds, num_samples), dtype=torch.uint8, device=stream.device)
+        self._room = Room(memory, kinds.values(), num_samples)
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tables: dict[int, np.ndarray] = {}  # copies of the whole buffer, by the address of the pinned buffer
-        self.window: Columns = ()
         self._copied = torch.cuda.Event(blocking=True)
         self._consumed = torch.cuda.Event()
         self._copied.record(stream)  # makes the event
@@ -92,13 +89,8 @@ class CudaSlot:
         if self._context is not None:
             self._sending = cuda.Sending(self._context, stream.cuda_stream, *self._events)
             self._sending.events = self._consumed, self._copied
-        # whether nothing is written to pinned memory before the threads begin, and these start the copy from it
-        self.queues = self._sending is not None and all(kind.is_fixed for kind in kinds.values())
-
-    @property
-    def device(self) -> torch.device:
-        """The GPU."""
-        return self._stream.device
+            self.sender = cuda.sender(), self._sending.address
+        self.queues = self.queues and self._sending is not None  # else Python threads start the copy
 
     @property
     def _pinned_now(self) -> tuple[PinnedBuffer, ...]:
@@ -106,19 +98,11 @@ class CudaSlot:
         return tuple(self._all_pinned)
 
     def has_pinned(self, *, queued: bool) -> bool:
-        """Return whether there is a pinned buffer to begin with. A copy from it may still be running.
-
-        A window that is queued shares it with others; another window needs one into which no window is read.
-        """
+        """See `Slot.has_pinned`. A window that is queued shares a buffer with others, and another one does not."""
         return bool(self._all_pinned) if queued else any(not each.num_queued for each in self._pinned_now)
 
     def can_begin(self, *, queued: bool) -> bool:
-        """Return whether a window can begin without waiting for a pinned buffer."""
         return self.has_pinned(queued=True) if queued else any(each.is_free for each in self._pinned_now)
-
-    def holds(self, num_samples: int) -> bool:
-        """Return whether a window of this size fits."""
-        return num_samples <= self._num_samples
 
     def _next_pinned(self, *, queued: bool) -> PinnedBuffer:
         """Take a pinned buffer in turn. Unless the window is ``queued`` for it, wait until the last copy is done."""
@@ -136,7 +120,7 @@ class CudaSlot:
         return unused[0]
 
     def begin(self, samples: np.ndarray, *, queued: bool) -> Mapping[str, Destination]:
-        """Take a pinned buffer, and return the destinations of all fields in it."""
+        """Take a pinned buffer, and return the destinations of all fields in it: see `Slot.begin`."""
         pinned = self._pinned = self._next_pinned(queued=queued)
         pinned.senders[id(self._sending)] = self._sending
         on_host, on_device = pinned.room.allocate(), self._room.allocate()
@@ -147,14 +131,14 @@ class CudaSlot:
             arrays = kind.arrays(columns[-1])
             copies += [(on_device(array.shape, array.dtype), array) for array in arrays]
             window.append(kind.copied(columns[-1], [device for device, _ in copies[-len(arrays) :]]))
-        self._read, self.window = tuple(columns), tuple(window)  # the window is valid from `receive` until `release`
+        self._read, self.window = tuple(columns), tuple(window)
         if all(own is array for own, (_, array) in zip(pinned.room.arrays, copies, strict=True)):
             self._copy_whole_buffer(pinned)
         else:
             self._copies = copies
             if self._sending is not None:
                 self._sending.set_copies(_copy_table(copies))
-        return destinations(self.kinds, self._read)
+        return self._destinations()
 
     def _copy_whole_buffer(self, pinned: PinnedBuffer) -> None:
         self._copies = [(self._room.buffer, pinned.room.buffer)]
@@ -164,26 +148,14 @@ class CudaSlot:
                 self._tables[address] = _copy_table(self._copies)
             self._sending.set_copies(self._tables[address])
 
-    @property
-    def sender(self) -> tuple[int | None, int | None]:
-        """The addresses of a C function and its argument that do the same as `send`, or (None, None)."""
-        return (None, None) if self._sending is None else (cuda.sender(), self._sending.address)
-
     def send(self) -> None:
-        """Start the copy to the device. Any thread may call this."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._consumed)  # the copy may overwrite the device buffer
             for device, host in self._copies:
                 device.copy_(host, non_blocking=True)
             self._copied.record(self._stream)
 
-    def check(self) -> None:
-        """Raise FileError if the data that was read is damaged."""
-        for kind, column in zip(self.kinds.values(), self._read, strict=False):
-            kind.check(column)
-
     def return_pinned(self) -> None:
-        """Make the pinned buffer available to other windows. No thread may write this window to it any more."""
         pinned, self._pinned = self._pinned, None
         if pinned is None:
             return
@@ -196,7 +168,6 @@ class CudaSlot:
         self._all_pinned.append(pinned)
 
     def receive(self) -> None:
-        """Make the consumer's current stream wait for the copy."""
         stream = current_stream(self._stream.device.index)
         if self._context is None or not cuda.order(self._context, stream, wait=self._events[1]):
             torch.cuda.current_stream(self._stream.device).wait_event(self._copied)

@@ -10,6 +10,7 @@ from typing import Any
 from h5chunk.errors import FileError, H5ChunkError, OptionError
 from h5chunk.feed.disk_cache import DiskCache
 from h5chunk.feed.read_pool import ReadPool, WindowRead
+from h5chunk.feed.slots import Slot
 from h5chunk.plan.order import Window
 from h5chunk.plan.selection import Selection
 from h5chunk.remote.client import client
@@ -45,7 +46,7 @@ class RemoteReadPool(ReadPool):
         is_fetching = not self.is_local and self.is_usable
         return super().progress + (client().num_parts if is_fetching else 0)
 
-    def load(self, window: Window, slot: Any) -> WindowRead:
+    def load(self, window: Window, slot: Slot) -> WindowRead:
         """See `ReadPool.load`. Once all data is in the cache, it is kept there, and is read like a local file."""
         if not self.is_local and self._looked != self.epoch and not self._fetched:
             self._looked = self.epoch

@@ -22,6 +22,7 @@ import numpy as np
 from h5chunk.errors import FileError, WorkerError, closed, lost_by_fork, printable
 from h5chunk.feed.columns import Destination
 from h5chunk.feed.skipping import Bad
+from h5chunk.feed.slots import Slot
 from h5chunk.native import CANCELLED, DONE, Ending, NativePool, NativeTasks, Result, available
 from h5chunk.plan.order import Window
 from h5chunk.stamp import stamp_of
@@ -41,7 +42,7 @@ class WindowRead:
     """The read of one window into a slot, by tasks for Python threads and one ticket for native threads."""
 
     def __init__(
-        self, pool: ReadPool, slot: Any, window: Window, num_tasks: int, native: NativeTasks | None = None
+        self, pool: ReadPool, slot: Slot, window: Window, num_tasks: int, native: NativeTasks | None = None
     ) -> None:
         self.slot, self.window = slot, window
         self.planned = window  # before bad samples were replaced
@@ -294,7 +295,7 @@ class ReadPool:
         if not (self._in_memory or self.files.are_several) and stamp_of(self._reader.path) != self._reader.stamp:
             self._reader.check_unchanged()
 
-    def load(self, window: Window, slot: Any) -> WindowRead:
+    def load(self, window: Window, slot: Slot) -> WindowRead:
         """Start reading a window into a slot."""
         queued = self.queues(slot, len(window.samples))
         fields = slot.begin(window.samples, queued=queued)
@@ -343,7 +344,7 @@ class ReadPool:
             del self._native_reads[id(load)]
             load.drop()
 
-    def queues(self, slot: Any, num_samples: int) -> bool:
+    def queues(self, slot: Slot, num_samples: int) -> bool:
         """Return whether native threads alone fill a slot, so that a window can be queued for memory still in use."""
         can_queue = num_samples and (self._stamp or self._in_memory) and self._native is not None and slot.queues
         return bool(can_queue and self._plain >= slot.kinds.keys())

@@ -66,7 +66,7 @@ from h5chunk.feed.fetches import RemoteReadPool
 from h5chunk.feed.memory import KEPT, BatchMemory
 from h5chunk.feed.read_pool import ReadPool, WindowRead
 from h5chunk.feed.skipping import Bad, check_skipped
-from h5chunk.feed.slots import CpuSlot, to_device
+from h5chunk.feed.slots import CpuSlot, Slot, to_device
 from h5chunk.feed.source import DataSource
 from h5chunk.plan.draws import REPEAT, Draws
 from h5chunk.plan.order import Epoch, Order, Window
@@ -233,7 +233,7 @@ class WindowStream:
         self._gathered = BatchMemory(KEPT * len(source.kinds)) if source.device.type == "cpu" else None
         self._open: dict[WindowRead, None] = {}  # windows in the order of reading
         self._unused: deque[tuple[int, WindowRead]] = deque()  # the epochs and the windows of which no batch was begun
-        self._free: deque[Any] = deque()  # slots
+        self._free: deque[Slot] = deque()  # slots
         self._maker: threading.Thread | None = None  # the thread that creates all slots but the first
         self._is_closed = False
         self._not_made: BaseException | None = None
@@ -266,7 +266,7 @@ class WindowStream:
             self.close()
             raise
 
-    def _make_slots(self, plan: SlotPlan) -> Iterator[Any]:
+    def _make_slots(self, plan: SlotPlan) -> Iterator[Slot]:
         source = self._source
         kinds, num_samples = source.kinds, plan.window_samples
         if source.device.type == "cpu":
@@ -288,7 +288,7 @@ class WindowStream:
             yield slot
             del slot
 
-    def _make_others(self, slots: Iterator[Any]) -> None:
+    def _make_others(self, slots: Iterator[Slot]) -> None:
         try:
             while not self._is_closed and (slot := next(slots, None)) is not None:
                 self._free.append(slot)
@@ -401,7 +401,7 @@ class WindowStream:
         self._wait_for_pinned(self._free[0], num_samples)
         self._load(*self._planned)
 
-    def _wait_for_pinned(self, slot: Any, num_samples: int) -> None:
+    def _wait_for_pinned(self, slot: Slot, num_samples: int) -> None:
         """Wait for the open windows, one after the other, until there is a pinned buffer for another one."""
         queued = self._pool.queues(slot, num_samples)
         for read in list(self._open):
