@@ -30,6 +30,7 @@ enum { EMPTY = 0, FILLING = 1, FULL = 2 }; /* states of memory that several jobs
 
 enum { MAX_VECTORS = 1024 };        /* IOV_MAX of Linux and macOS */
 enum { PIECE_BYTES = 128 << 10 };   /* bytes that are read and then checksummed while they are in the cache */
+enum { LOOKED_AT = 4 };             /* rows of a job that are looked at to see whether they are in memory */
 enum { PREFETCHED_ROWS = 2, PREFETCHED_BYTES = 2048 };
 enum { RUN_BYTES = 2 << 20 };       /* approximate bytes per system call that reads rows */
 enum { ASKED_BYTES = 16 << 20 };    /* bytes that are prefetched from disk before a thread reads them */
@@ -398,14 +399,22 @@ typedef struct {
     const Scratch *scratch;
 } RowCopy;
 
+/* Return whether some of a job's rows must be read from disk, as far as a few of them tell. */
+static int are_on_disk(const Job *job) {
+    for (int64_t i = 0; i < LOOKED_AT; i++) {
+        int64_t size, offset = place_of(job, job->offset + (job->count - 1) * i / (LOOKED_AT - 1), &size);
+        if (is_on_disk(job->descriptor, i ? offset + size - 1 : offset)) return 1;
+    }
+    return 0;
+}
+
 /* Copy rows from the map, unless they are not in memory, where the kernel reads ahead better. Returns -1 if the file has
  * become shorter: the rest of its last page is zeros then. */
 static int copy_rows(void *argument) {
     const RowCopy *copy = argument;
     Result unused;
     struct stat found;
-    int64_t size, offset = place_of(copy->job, copy->job->offset, &size);
-    if (is_on_disk(copy->job->descriptor, offset) || read_rows(copy->job, copy->scratch, &unused)) return -1;
+    if (are_on_disk(copy->job) || read_rows(copy->job, copy->scratch, &unused)) return -1;
     return fstat(copy->job->descriptor, &found) || found.st_size < copy->job->mapped_bytes ? -1 : 0;
 }
 
