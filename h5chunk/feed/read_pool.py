@@ -1,7 +1,8 @@
 """Reader threads that fill slots with windows, in the order in which their batches will be used.
 
 A slot holds one window. Each sample is read to its position in the shuffled window, so that a batch is a slice of it.
-Threads read a window in parallel, in tasks of a few megabytes. After the last task, the window is checked and sent to
+The source is a file or, if all samples are in memory, this memory. Threads read a window in parallel, in tasks of a few
+megabytes, which native threads get as one table of jobs. After the last task, the window is checked and sent to
 the device by the thread that ran this task or, with native threads, by the thread that waits for the window. If native
 threads read the entire window, they also send it, so that a copy never waits for Python.
 """

@@ -1,6 +1,6 @@
 """Keep all data on the device, and gather batches from it at the speed of the device's memory.
 
-On the CPU, native threads gather the next batches while the caller uses the current batch.
+On the CPU, the next batches are copied while the caller uses the current one: this memory is the source of a stream.
 """
 
 from __future__ import annotations
