@@ -46,6 +46,7 @@ BLOCK = np.dtype(  # a stored block that a job decodes; core.c describes its fie
 )
 EMPTY, FILLING, FULL = range(3)  # states of the memory for a block that several jobs share
 READ, VERIFY, GATHER, ROWS, BLOCKS = range(5)  # kinds of jobs; core.c describes their fields
+WINDOW_NUMBERS = ("samples", "rows", "destinations")  # arrays of a window that native threads read
 # statuses of a ticket; a ticket is the id under which jobs were submitted
 DONE, SYSTEM, CUT_SHORT, CHECKSUM, CANCELLED, CHANGED, NOT_SENT, DAMAGED = range(8)
 _abandoned: list[Any] = []  # jobs and memory that hanging threads may still use
@@ -341,7 +342,8 @@ class NativeTasks:
 
         ``window`` is a `h5chunk.plan.order.Window`. ``outs`` has the memory for each task, which must have an ``aim``.
         """
-        tasks = copy(self)
+        numbers = {name: np.ascontiguousarray(getattr(window, name), np.int64) for name in WINDOW_NUMBERS}
+        window, tasks = window._replace(**numbers), copy(self)
         tasks.jobs, first = self.jobs.copy(), 0
         aimed: list[Any] = []
         for task, end, out in zip(self._tasks, self._ends, outs, strict=True):
