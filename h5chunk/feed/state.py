@@ -70,7 +70,10 @@ def _difference(name: str, saved: int, expected: int) -> str:
             "the order of a ChunkLoader"
         )
     if name == "window_chunks":
-        return f"state has {name}={saved}, not {expected}: pass the same window_chunks and memory_bytes"
+        return (
+            f"state has {name}={saved}, not {expected}: pass batch_sampler=ChunkSampler(..., {name}={saved}), or what "
+            "the size of windows depended on before: memory_bytes, num_threads, reuse and transforms"
+        )
     if name == "padded":
         return f"state has {name}={saved}, not {expected}: pass the same transforms, with or without Pack"
     return f"state has {name}={saved}, not {expected}: pass the same {name}"

@@ -390,7 +390,7 @@ DIFFERENCES = {
         "has batches of 16 samples .* not 32",
     ),
     "lanes": ({"lanes": 4}, "state has lanes=1, not 4"),
-    "window": ({"window_chunks": 5}, "state has window_chunks=6, not 5: pass the same window_c"),
+    "window": ({"window_chunks": 5}, r"=6, not 5: pass batch_sampler=ChunkSampler\(..., window_chunks=6\)"),
     "shuffle": ({"shuffle": False}, "state has shuffle=1, not 0"),
     "drop_last": ({"drop_last": True}, "state has drop_last=0, not 1"),
     "pad": ({"pad": True}, "state has pad=0, not 1"),
