@@ -182,8 +182,9 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     drop_last : bool
         Leave out the last batch if it is not full, on all ranks.
     pad : bool
-        Fill up the last batch, on all ranks, with samples from the beginning of the epoch, as DistributedSampler does.
-        Batches by length, which differ in size, get at least one sample. Without ``drop_last`` and ``pad``, every
+        Fill up the last batch, on all ranks, with samples from the beginning of the epoch; other batches are not
+        changed. (DistributedSampler repeats fewer: it adds samples only until all ranks have as many.) Batches by
+        length, which differ in size, get at least one sample. Without ``drop_last`` and ``pad``, every
         sample is used once; the last batch may then be one sample larger on some ranks, or be empty, of which a warning
         tells.
     lanes, rank, world_size : int, optional

@@ -179,7 +179,7 @@ class Order:
     lanes: int = 1  # number of independently shuffled parts of the sequence, a multiple of ``world_size``
     rank: int = 0
     world_size: int = 1  # number of ranks
-    pad: bool = False  # fill up the last batch of every rank with the first samples of its lanes
+    pad: bool = False  # fill up the last batch of every rank with samples from the beginning of its lanes
     nodes: int = 1  # number of nodes that have the same chunks in all epochs; a divisor of ``lanes``
     selection: Selection | None = field(default=None, repr=False)  # the samples to visit; None: all samples
     epoch_samples: int = 0  # if not 0, samples differ between epochs: see `h5chunk.plan.draws.epoch_rows`
@@ -483,16 +483,22 @@ def _lane_rows(order: Order, lane: Lane, group: Round, begin: int, end: int) -> 
     size = group.window_batches * order.lane_batch
     first = group.first_batch * order.lane_batch
     start, stop = first + begin * size, first + end * size
-    if not order.pad and not order.drop_last:
+    if not order.pad:
         stop = min(stop, lane.num_samples)
     rows, count = lane.positions(start, stop), max(0, stop - start)
     if not order.shuffle:
         return rows, np.arange(count, dtype=np.int64) % size
-    keys = random_bits(max(0, stop - first), order.seed, (WINDOW, order.epoch, first), lane.number)[start - first :]
+    own = min(count, max(0, lane.num_samples - start))  # the rest, if any, fills up the last batch
+    keys = random_bits(max(0, start + own - first), order.seed, (WINDOW, order.epoch, first), lane.number)
+    keys = keys[start - first :]
     destinations = np.empty(count, np.int64)
-    full = count // size * size
+    full = own // size * size
     if full:
         turns = sorted_order(keys[:full].reshape(-1, size))
         np.put_along_axis(destinations[:full].reshape(-1, size), turns, np.arange(size, dtype=np.int64), axis=1)
-    destinations[full:][sorted_order(keys[full:])] = np.arange(count - full, dtype=np.int64)
+    turns = sorted_order(keys[full:])
+    destinations[full:own][turns] = np.arange(own - full, dtype=np.int64)
+    destinations[own:] = np.arange(own - full, count - full, dtype=np.int64)
+    if count > own and start + full == 0:  # the only window: of its own samples those that are last are not repeated
+        rows[own:] = rows[np.sort(np.resize(turns, count - own))]
     return rows, destinations

@@ -328,6 +328,9 @@ def test_all_ranks_together_give_the_same_batches(tail, order):
         assert set(seen) == set(range(order.num_samples))
         extra = sum(seen.values()) - order.num_samples
         assert extra == -order.num_samples % order.batch_size
+        assert all(len({*batch}) == len(batch) for batch in wanted[:-1])
+        fewest = min(order.num_samples // order.lanes, order.lane_batch) * order.lanes
+        assert not wanted or len({*wanted[-1]}) >= fewest  # all, unless a lane has fewer samples than it needs
     elif tail:
         assert max(seen.values(), default=1) == 1 and len(seen) == order.num_batches * order.batch_size
     else:
