@@ -142,7 +142,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         read: ``transforms=[Log1p(1e4), Dense(torch.float16)]``. By default, a matrix becomes dense float32, which
         rounds float64 (``Dense(torch.float64)`` does not). With ``Csr()`` a batch is one ``torch.sparse_csr`` tensor,
         also from a worker, and a single row is a sparse tensor. `h5chunk.transforms.MixUp` and `CutMix` come last, and
-        mix whole batches; the label of a single sample then has a 1 for its class.
+        mix whole batches; reading a single sample then raises OptionError.
     as_dict : bool
         Whether samples and batches are dicts with an item per field, in place of tuples, also those of a
         `ChunkLoader`.
@@ -625,6 +625,13 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         if isinstance(index, slice):
             index = range(*index.indices(len(self)))
         if isinstance(index, (int, np.integer)) or getattr(index, "ndim", None) == 0:
+            if self._transforms.mixer is not None:
+                raise OptionError(
+                    f"sample {operator.index(index)} is read alone, as by torch's ConcatDataset or "
+                    f"DataLoader(batch_size=None), but {self._transforms.mixer.transform} mixes batches: read batches, "
+                    "as in dataset[[0, 1, 2]] or DataLoader(dataset, batch_size=256); open several files as one data "
+                    "set, or with h5chunk.Mix; or leave it out of transforms, and call it in the collate_fn"
+                )
             drawn = index.batch if isinstance(index, TaggedIndex) else index
             batch = self._read(drawn, np.array([operator.index(index)], np.int64), shared=False)
             return self._transformed(tuple(batch[0]))
@@ -684,14 +691,11 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     def _transformed(self, sample: tuple[Any, ...]) -> Any:
         """Apply the transforms of single samples, and return a tuple or a dict."""
-        values = self._transforms.apply_to_sample(sample)
-        if self._transforms.mixer is not None:
-            values = self._transforms.mixer.of_sample(values)
-        return self._items.sample(values)
+        return self._items.sample(self._transforms.apply_to_sample(sample))
 
     def _no_samples(self) -> list[Any]:
         """Return an empty batch with the shapes of a transformed sample."""
-        return no_samples(self[0]) if len(self) else []
+        return no_samples(self.__getitems__([0])[0]) if len(self) else []
 
     def _read(self, indices: Any, positions: np.ndarray, *, shared: bool) -> Batch:
         rows = self._rows(positions)

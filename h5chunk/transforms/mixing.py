@@ -89,8 +89,9 @@ class MixUp(Mixing):
 
     The random numbers depend on the seed, the epoch, and the first sample of the batch, so that equal batches are mixed
     equally with any number of workers and ranks, and after resuming. A batch of one sample is mixed with itself. For a
-    DataLoader, pass it to a data set that is read in batches: `h5chunk.ChunkDataset`, not a ``Subset`` of torch. As a
-    function of a batch, ``MixUp(num_classes=1000)(images, labels)``, it draws from torch's generator.
+    DataLoader, pass it to a `h5chunk.ChunkDataset`, which is read in batches, also in torch's ``Subset``. In torch's
+    ``ConcatDataset``, which reads single samples, it raises OptionError. As a function of a batch,
+    ``MixUp(num_classes=1000)(images, labels)``, it draws from torch's generator.
 
     Parameters
     ----------
@@ -290,16 +291,6 @@ class Mixer:
             mixed[place] = tensor
         return tuple(mixed)
 
-    def of_sample(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the values of a single sample as those of a batch of one, which is mixed with itself."""
-        mixed = list(values)
-        for place in self.places:
-            mixed[place] = torch.as_tensor(values[place])[None]
-        mixed = list(self(mixed, np.zeros(2, np.uint32)))
-        for place in self.places:
-            mixed[place] = mixed[place][0]
-        return tuple(mixed)
-
 
 def seeds_of_batches(draws: Draws, sizes: Iterable[int]) -> Iterator[np.ndarray]:
     """Yield the seeds, (2,) uint32, for mixing consecutive batches of these sizes; they depend on the first sample."""
@@ -320,6 +311,12 @@ def _labels_of(transform: AnyMixing, name: str, fields: Mapping[str, Any]) -> st
         found = list(fields)[1]
     if found not in fields:
         raise OptionError(f"{transform}: labels is not one of the fields {names_text(map(repr, fields))}")
+    if found == name and transform.labels is None and name != "labels":
+        others = [each for each in fields if each != name]
+        raise OptionError(
+            f"{transform} takes the second field for the labels, but mixes this field, {name!r}: pass the name of the "
+            f"field of labels, as in labels={'labels' if 'labels' in others else others[0]!r}"
+        )
     if found == name:
         raise OptionError(f"{transform} is in the list of its labels, {name!r}: put it in that of the images")
     field = fields[found]

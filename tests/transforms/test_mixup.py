@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.foreign import make_file, values
 from support.loaders import loader_by
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
 from h5chunk.errors import OptionError
@@ -236,7 +236,7 @@ def test_your_own_order(dataset):
     assert torch.equal(one, plain) and its_label.tolist() == [[0, 1, 0, 0, 0, 0, 0]]
     assert len(images) == len(labels) == 3 and len(pair) == len(soft) == 2
     mixed = dataset.with_transforms(LISTS["cutmix"])
-    assert mixed[8][1].tolist() == its_label[0].tolist() and torch.equal(mixed[8][0], dataset[8][0])
+    assert mixed[[8]][1].tolist() == its_label.tolist() and torch.equal(mixed[[8]][0][0], dataset[8][0])
     assert mixed[[]][1].shape == (0, CLASSES) and mixed[[8, 9]][1].shape == (2, CLASSES)
 
 
@@ -292,6 +292,18 @@ def test_labels_with_a_number_per_class(path):
         assert images.shape == (len(numbers), 3, 9, 12)
 
 
+@pytest.mark.parametrize("functions", [[], [torch.neg]], ids=["", "function"])
+def test_single_samples_are_refused(dataset, functions):
+    """Those that torch's ConcatDataset reads would never be mixed; its Subset reads batches."""
+    mixed = dataset.with_transforms([NORMALIZE, *functions, MIXUP])
+    for others in (DataLoader(ConcatDataset([mixed, mixed]), batch_size=16), DataLoader(mixed, batch_size=None)):
+        with pytest.raises(OptionError, match=r"sample 0 is read alone, .*MixUp.* mixes batches: read batches"):
+            next(iter(others))
+    (_, soft, _), hard = next(iter(DataLoader(Subset(mixed, range(16)), 16))), dataset[range(16)][1]
+    assert soft.shape == (16, CLASSES) and not torch.equal(soft, torch.nn.functional.one_hot(hard, CLASSES).float())
+    assert mixed[[]][1].shape == (0, CLASSES)
+
+
 def test_a_loader_of_the_loader_s_attributes(dataset):
     """As Accelerate makes one to skip batches."""
     for functions in ([], [torch.neg]):
@@ -311,6 +323,7 @@ def test_a_loader_of_the_loader_s_attributes(dataset):
         ([NORMALIZE, MIXUP, MIXUP], "put it last"),
         ({"images": [NORMALIZE, MIXUP], "scores": [MIXUP]}, r"a batch is mixed once: pass RandomChoice\(\[...\]\)"),
         ({"labels": [CutMix(num_classes=3, labels="labels")]}, "is in the list of its labels"),
+        ({"labels": [CutMix(num_classes=3)]}, "in the list of its labels, 'labels': put it in that of the images"),
         ([CutMix()], "'labels' has one integer per sample, so pass num_classes="),
         ([CutMix(num_classes=3)], "a label is [3-6], but num_classes is 3, so that labels are from 0 to 2"),
         ([CutMix(num_classes=3, labels="scores")], "labels have 4 numbers per sample: pass num_classes=4"),
@@ -348,6 +361,12 @@ def test_lists_and_fields_that_cannot_be_mixed(path, transforms, match):
 def test_arguments(make, match):
     with pytest.raises(OptionError, match=match):
         make()
+
+
+def test_labels_that_come_first(path):
+    dataset = ChunkDataset(path, fields=["labels", "images"])
+    with pytest.raises(OptionError, match=r"takes the second field for the labels, .* as in labels='labels'"):
+        dataset.with_transforms({"images": [CutMix(num_classes=3)]})
 
 
 def test_only_field(path):
