@@ -21,7 +21,6 @@ from PIL import Image, ImageOps
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import h5chunk
-from h5chunk.plan.order import INTERLEAVE
 
 WARM_UP_STEPS, BLOCK_STEPS = 5, 5  # untimed steps on the cached batch, and steps between two readings of the clock
 
@@ -113,8 +112,7 @@ def make_loader(settings: Settings, dataset: Any) -> Any:
     }
     order = {"shuffle": True, "drop_last": True}
     if s.loader == "dataset":
-        windows = s.num_workers if s.num_workers and INTERLEAVE % s.num_workers else None  # whole windows per worker
-        sampler = h5chunk.ChunkSampler(dataset, s.batch_size, **order, seed=s.seed, num_workers=windows)
+        sampler = h5chunk.ChunkSampler(dataset, s.batch_size, **order, seed=s.seed, num_workers=s.num_workers)
         return DataLoader(dataset, batch_sampler=sampler, **workers)
     generator = torch.Generator().manual_seed(s.seed)
     return DataLoader(dataset, s.batch_size, **order, generator=generator, **workers)

@@ -385,7 +385,7 @@ class Order:
                     row_keys, destinations = _group_rows(self, sequence, lanes, group, begun, planned)
                     row_keys = row_keys + added if added else row_keys
                     keys = np.empty_like(row_keys)
-                    begins = np.repeat(np.arange(0, len(keys), size), size)[: len(keys)]
+                    begins = np.repeat(np.arange(0, len(keys), size), min(size, len(keys)))[: len(keys)]
                     keys[destinations + begins] = row_keys
                     rows, samples = self.numbers_of(row_keys), self.numbers_of(keys)
                 of = slice((window - begun) * size, (window - begun + 1) * size)
