@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from inspect import GEN_RUNNING, getgeneratorstate
+from inspect import GEN_RUNNING, getgeneratorstate, signature
 from typing import Any, NoReturn
 
 import torch
@@ -54,6 +54,8 @@ OF_DATA_LOADER = {
     "generator": "pass seed",
     "transform": "pass transforms",
 }
+# arguments of a ChunkSampler that a ChunkLoader does not have
+OF_SAMPLER = {*signature(ChunkSampler).parameters} - {"dataset", "batch_size"}
 CLOSED = "this loader was closed while it was iterated: end the iteration before you close it"
 TWO_THREADS = "another thread is waiting for a batch of this loader: create a separate loader for each thread"
 
@@ -125,7 +127,7 @@ class ChunkLoader(Resumable):
     seed : int
         Seed of the order, and of random transforms. With your own order, of the latter only.
     drop_last : bool
-        Leave out the last batch if it is not full.
+        Leave out the last batch if it is not full. If this is the only one, OptionError is raised.
     transforms : callable, list of callables, or dict of these, optional
         Transforms of the first field, or of several fields by name: objects of `h5chunk.transforms`, such as
         ``Normalize(mean, std)``, or functions of a batch. Default: images as they are stored, and rows of a matrix as
@@ -564,10 +566,14 @@ class _InFileOrder(SequentialSampler):
 
 
 def _check_none_left(others: Mapping[str, Any]) -> None:
-    """Raise OptionError for an argument of a DataLoader that has another name here, TypeError for any other name."""
+    """Raise OptionError for an argument of a DataLoader or ChunkSampler, and TypeError for any other name."""
     for name in others:
         if name in OF_DATA_LOADER:
             raise OptionError(f"ChunkLoader has no {name}: {OF_DATA_LOADER[name]}")
+        if name in OF_SAMPLER:
+            raise OptionError(
+                f"ChunkLoader has no {name}: pass batch_sampler=ChunkSampler(data, batch_size, {name}=...), which has"
+            )
         raise TypeError(f"ChunkLoader.__init__() got an unexpected keyword argument {name!r}")
 
 

@@ -180,7 +180,7 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
     window_chunks : int, optional
         Chunks to shuffle together; default: the file's recommendation. A window is never smaller than a batch.
     drop_last : bool
-        Leave out the last batch if it is not full, on all ranks.
+        Leave out the last batch if it is not full, on all ranks. An epoch without any batch raises OptionError.
     pad : bool
         Fill up the last batch, on all ranks, with samples from the beginning of the epoch; other batches are not
         changed. (DistributedSampler repeats fewer: it adds samples only until all ranks have as many.) Batches by
@@ -331,6 +331,12 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             order = replace(order, interleave=choose_interleave(order.window_chunks * reader.chunk_bytes))
             if window_chunks is not None or reader.header is None or not reader.header.shuffled:
                 order = with_full_windows(order)  # even if only a few windows of that size fit in an epoch
+        if arguments["drop_last"] and len(dataset) and not order.num_batches:
+            ranks_text = f" on each of {order.world_size} ranks" if order.world_size > 1 else ""
+            raise OptionError(
+                f"drop_last leaves out all {count_text(len(dataset), 'sample')}, which do not fill a batch of "
+                f"{order.batch_text}{ranks_text}: leave drop_last out, or pass a smaller batch"
+            )
         if order.rank == 0 and (num_idle := order.num_idle_ranks):
             what = "the last batch of each" if order.has_equal_batches else "a batch at the end of the next"
             warnings.warn(

@@ -128,6 +128,7 @@ def test_every_sample_as_often_as_it_should_be(
         else (IMAGES[:num_samples], {}),
         labels=(LABELS[:num_samples], {}),
     )
+    order["drop_last"] &= batch_size <= num_samples
     with loader_by(**ordered(path, batch_size, **order), echo=echo, reuse=reuse, reader=reader) as loader:
         assert loader.order.interleave == 1
         for _ in range(3):

@@ -283,6 +283,7 @@ def test_rows_of_chunks_of_parts(tmp_path: Path) -> None:
     flip(path, offset)
     [bad] = h5chunk.verify(path).bad
     assert (bad.chunk, bad.first_sample, bad.last_sample) == (8, 7, 13) and "fletcher32" in bad.problem
+    assert "--accept" not in str(h5chunk.verify(path))  # it has no checksums of h5chunk
 
 
 def test_quick_says_what_it_read(images: Path, in_process: None, monkeypatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from h5chunk.errors import count_text, human_bytes
 from h5chunk.plan.layout import Layout
 from h5chunk.sample_source import shape_text
+from h5chunk.store.write.any_size import CHUNK_BYTES
 from h5chunk.tools.chunk_cache import ChunkCacheInfo
 from h5chunk.tools.convert.forms import FormCost
 from h5chunk.tools.report import Report, list_some, rows, values_text
@@ -65,7 +66,7 @@ class ConvertReport(Report):
         return [
             self._head(),
             *rows("fields", ", ".join([*fields[:MAX_FIELDS], *more]) + ("; no labels" if is_unlabelled else "")),
-            *rows("chunks", f"{layout.num_chunks:,} of {self._chunk_text()}: {self.chunk_cache.reason}"),
+            *rows("chunks", self._chunk_text()),
             *rows("  -", layout.reasons[1:] if self.free_bytes is not None else ()),
             *self.chunk_cache.cache_lines("  "),
             *rows("on disk", ", ".join(f"about {human_bytes(size)} {form}" for form, size in self.size_bytes.items())),
@@ -79,9 +80,16 @@ class ConvertReport(Report):
         ]
 
     def _chunk_text(self) -> str:
-        if self.form:
-            return f"{count_text(self.layout.chunk_samples, 'image')} of any size, {self.form}"
-        return shape_text((self.layout.chunk_samples, *self.sample_shape))
+        layout = self.layout
+        if not self.form:
+            chunk = shape_text((layout.chunk_samples, *self.sample_shape))
+            return f"{layout.num_chunks:,} of {chunk}: {self.chunk_cache.reason}"
+        held = count_text(min(CHUNK_BYTES // max(1, layout.sample_bytes) or 1, layout.num_samples), "image")
+        parts, images = count_text(layout.num_chunks, "part"), count_text(layout.chunk_samples, "image")
+        return (
+            f"each of about {held}, with one checksum; they are shuffled in {parts} of {images} (of any size, "
+            f"{self.form})"
+        )
 
     def _head(self) -> str:
         noun = "image" if self.source_kind == "images" else "sample"
