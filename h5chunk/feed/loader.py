@@ -150,8 +150,9 @@ class ChunkLoader(Resumable):
         sparse). The order is the same. Raises OptionError if they do not fit in ``memory_bytes``, or in the free memory
         of the GPU. Leave enough for the model, which usually takes its memory later.
     reuse : bool
-        On the CPU, return batches that are valid only until the next batch, always in the same memory. Code other than
-        torch's must not write to dense batches of sparse rows: only what was set in the last one is cleared.
+        On the CPU, return batches that are valid only until the next batch, always in the same memory. Dense
+        batches of sparse rows may only be changed by operations of torch, not through NumPy, DLPack or ``.data``: torch
+        does not count these changes, and unless it counts any, only what was set in the last batch is cleared.
     echo : float
         Data-echoing factor: the number of times that each sample is used. Once a window has been used, its samples are
         shuffled again and cut into other batches; 1.5 does so for every second batch. Use it if training is faster than

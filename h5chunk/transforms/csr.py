@@ -232,7 +232,8 @@ class Filled:
     """What is not zero in the last dense batch. If the next one gets its memory, only this is cleared.
 
     The memory is another one unless batches are lent. The last batch must still exist, and torch's count of its changes
-    must be as before. Changes by NumPy are not counted: native code looks at a part of each row.
+    must be as before. Changes through NumPy, DLPack or ``.data`` are not counted: native code looks at a part of each
+    row.
     """
 
     def __init__(self) -> None:
