@@ -44,7 +44,8 @@ class Mix(ChunkDataset):
 
     ::
 
-        data = {"web": "web.h5", "code": code.where("stars > 10")}
+        code = h5chunk.ChunkDataset("code.h5", fields=["tokens"]).where("stars > 10")
+        data = {"web": "web.h5", "code": code}
         mix = h5chunk.Mix(data, weights={"web": 3, "code": 1}, fields=["tokens", "member"])
         for tokens, member in h5chunk.ChunkLoader(mix, 256):
             ...
@@ -76,7 +77,7 @@ class Mix(ChunkDataset):
     fields : sequence of str, optional
         The order of the members' fields. ``member`` may be added, which is the number of a sample's member in
         `members`, int64, and ``sample_number``, the number of a sample in this data set. Default: the fields of the
-        first member.
+        first member. A member that is a path is opened with these fields.
     transforms, as_dict, on_error, max_skipped
         As for `ChunkDataset`. Members must have no transforms, and raise errors.
 
@@ -104,7 +105,10 @@ class Mix(ChunkDataset):
         if not isinstance(members, Mapping) or not members or not all(isinstance(name, str) for name in members):
             raise OptionError(f"members is {members!r:.200}: pass a mapping of names to data sets")
         self._members = tuple(members)
-        self._parts = tuple(part if isinstance(part, ChunkDataset) else ChunkDataset(part) for part in members.values())
+        own = [name for name in _checked(fields) if name not in (MEMBER, SAMPLE_NUMBER)] or None
+        self._parts = tuple(
+            part if isinstance(part, ChunkDataset) else ChunkDataset(part, fields=own) for part in members.values()
+        )
         for name, part in zip(self._members, self._parts, strict=True):
             _check_member(name, part)
         self._weights = None if weights is None else shares_of(self._members, weights, "weights", "member")
@@ -160,8 +164,6 @@ class Mix(ChunkDataset):
         first = self._parts[0]
         if fields is None:
             return {name: SAMPLE_NUMBER if name in first._numbered else name for name in first.fields}
-        if isinstance(fields, (str, Mapping)) or not all(isinstance(name, str) for name in fields):
-            raise OptionError(f"fields is {fields!r}: pass a list of names; members may have other names for fields")
         known = [*_stored(first), MEMBER, SAMPLE_NUMBER]
         for name in [name for name in fields if name not in known][:1]:
             raise OptionError(f"fields has {name!r}, which is none of {names_text(known)}: open the members with it")
@@ -280,6 +282,13 @@ class Mix(ChunkDataset):
 def _stored(part: ChunkDataset) -> list[str]:
     """Return the names of the fields of a data set, except for sample numbers."""
     return [name for name in part.fields if name not in part._numbered]
+
+
+def _checked(fields: Sequence[str] | None) -> Sequence[str]:
+    """Return the names of fields; none of them if they are not given."""
+    if isinstance(fields, (str, Mapping)) or not all(isinstance(name, str) for name in fields or ()):
+        raise OptionError(f"fields is {fields!r}: pass a list of names; members may have other names for fields")
+    return fields or ()
 
 
 def _check_member(name: str, part: ChunkDataset) -> None:

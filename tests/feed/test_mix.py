@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from itertools import chain
 
@@ -54,6 +55,17 @@ def uses_of(mix, batches, name) -> list[int]:
     uses = Counter(chain(*batches))
     code = mix.members.index(name)
     return [uses[number] for number in np.flatnonzero(mix.values("member") == code).tolist()]
+
+
+def test_the_example_of_the_docstring(tmp_path, monkeypatch):
+    """A path is opened with the fields of the mixture."""
+    monkeypatch.chdir(tmp_path)
+    for name, stars in (("web.h5", 0), ("code.h5", 20)):
+        make_file(tmp_path / name, tokens=(np.full((300, 4), stars), {}), stars=(np.full(300, stars), {}))
+    lines = (Mix.__doc__ or "").partition("::\n\n")[2].partition("\n    `ChunkLoader`")[0]
+    names = {"h5chunk": h5chunk}
+    exec(textwrap.dedent(lines), names)
+    assert names["mix"].fields == ("tokens", "member") and torch.equal(names["tokens"][:, 0], 20 * names["member"])
 
 
 def test_default_proportions_are_the_numbers_of_samples(members):
