@@ -348,6 +348,17 @@ def test_tables_that_cannot_be_right_are_errors(tmp_path: Path, how: str, messag
         _open(path, **table)
 
 
+@pytest.mark.parametrize("fields", [["values"], ["values", "label"]])
+def test_lengths_that_are_passed_as_offsets(tmp_path: Path, fields: list[str]) -> None:
+    path = _make(tmp_path / "a.h5")
+    remedy = r"'lengths' was passed as offsets; if it has .*, pass lengths={'values': 'lengths'}"
+    with pytest.raises(h5chunk.H5ChunkError, match=remedy):
+        h5chunk.ChunkDataset(path, fields=fields, offsets={"values": "lengths"})[0]
+    if "label" in fields:
+        with pytest.raises(h5chunk.FieldError, match=r"if it has the offsets of samples, pass offsets={'values': 'st"):
+            h5chunk.ChunkDataset(path, fields=fields, lengths={"values": "starts"})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -183,6 +183,20 @@ class SeriesField(RaggedField):
     def entry_bytes(self) -> int:
         return self.value_dtype.itemsize
 
+    @property
+    def swapped_rows(self) -> int:
+        """Number of samples if the table has offsets in place of lengths, or the reverse."""
+        return self.num_rows - 1 if self.has_lengths else self.num_rows + 1
+
+    @property
+    def swap(self) -> str:
+        """The remedy if the table has offsets in place of lengths, or the reverse."""
+        given, meant = ("lengths", "offsets") if self.has_lengths else ("offsets", "lengths")
+        return (
+            f"{self.table!r} was passed as {given}; if it has the {meant} of samples, pass "
+            f"{meant}={{{self.name!r}: {self.table!r}}}"
+        )
+
 
 @dataclass(frozen=True)
 class FlatSamples:
@@ -314,6 +328,8 @@ def read_indptr(file: h5py.File, path: Path, field: RaggedField) -> np.ndarray:
         if isinstance(field, SeriesField):
             verb = "does not fit"
             remedy = ". It must have the first row of each sample, and finally the number of rows"
+            if indptr.min() >= 0 and indptr.sum() == num_entries:
+                remedy = f": {field.swap}"
         raise FileError(
             f"{where} {verb}: {pointers} runs from {indptr[0]} to {indptr[-1]} instead of from 0 to "
             f"{num_entries}{remedy}"

@@ -26,7 +26,7 @@ from h5chunk.store.hdf5.guard import Guard
 from h5chunk.store.hdf5.open import descriptor_of, opened
 from h5chunk.store.read.checksums import FIRST, OFF, ChunkChecks, read_sums
 from h5chunk.store.read.fields import Contents, Field, Stored, default_fields, describe_field, with_members
-from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField, read_image_sizes
+from h5chunk.store.read.ragged import ImagesField, ImageSizes, RaggedField, SeriesField, read_image_sizes
 from h5chunk.store.read.samples import Part
 from h5chunk.store.read.source import Source
 
@@ -45,6 +45,10 @@ def _check_lengths(path: Path, fields: Collection[Field | RaggedField]) -> None:
         f"offsets={{{longest.name!r}: 'DATASET'}}; if only the first rows belong to samples, copy these: "
         f"file['NEW'] = file[{longest.dataset!r}][:{min(shape[0] for shape in shapes)}]"
     )
+    num_rows = {shape[0] for shape in shapes}
+    for field in fields:
+        if isinstance(field, SeriesField) and num_rows == {field.num_rows, field.swapped_rows}:
+            remedy = field.swap
     if len({shape[-1] for shape in shapes}) == 1 and max(map(len, shapes)) > 1:
         remedy = (
             "name fields of one length; the last axes are equal, so if the samples are along these, as in files of "
