@@ -2,8 +2,10 @@
 
 Batches are drawn in the thread that iterates the loader, because they may depend on what this thread does, such as on
 the losses of earlier batches, or on torch's random generator. They are drawn before they are used, so that they can be
-read ahead. When a position is saved, the sampler is therefore ahead of training. For this reason, its state is kept
-with each batch that was drawn and is not used yet.
+read ahead. When a position is saved, the sampler is therefore ahead of training. For this reason, the saved state has
+the sampler as it is then, with all that training has changed in it, and the batches that were drawn and are not used
+yet, in their windows. A resumed run thus draws each batch when the whole run does. A sampler without a state draws the
+batches that were used again, and a checksum tells whether they are the same.
 
 A window has the samples of several consecutive batches, which are read in the order of the file. A chunk with samples
 of several of these batches is thus read once. The batches of two epochs are never in one window, and an epoch's batches
@@ -13,6 +15,7 @@ are drawn only after those of the last epoch were used.
 from __future__ import annotations
 
 import base64
+import operator
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +26,7 @@ from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 from torch.utils.data import BatchSampler
 
 from h5chunk.errors import OptionError, StateError, check_whole
@@ -54,6 +58,7 @@ class GivenBatches:
         self._loaded: tuple[int, int, Mapping[str, Any]] | None = None  # an epoch, a batch, and their state
         self._drawing: Drawing | None = None  # the last iteration
         self._is_spent = False
+        self.usual: int | None = None  # the size of the batch for which windows were planned
         self.position = Position()
 
     @property
@@ -115,13 +120,13 @@ class GivenBatches:
         """Return what the state of a loader needs for the user's batches. Raise OptionError if they lack it."""
         if self._loaded is not None and self._loaded[:2] == (epoch, batch):
             return dict(self._loaded[2])
-        told = {} if self._told is None else {"told": self._told}
-        found = None if self._drawing is None else self._drawing.state(epoch, batch)
-        if found is None and batch == 0 and (owner := _with_state(self._batches)) is not None:
-            found = {"sampler": deepcopy(owner.state_dict())}
-        if found is None and not isinstance(self._batches, Sequence):  # which is the same in each epoch
+        state = {} if self._drawing is None else self._drawing.state(epoch, batch)
+        if not state and batch == 0 and (owner := _with_state(self._batches)) is not None:
+            state = {"sampler": deepcopy(owner.state_dict())}
+        if "sampler" not in state and not isinstance(self._batches, Sequence):  # which is the same in each epoch
             self._check_repeats(epoch, batch)
-        return (found or {}) | told
+        others = {"told": self._told, "usual": self.usual}
+        return state | {name: value for name, value in others.items() if value is not None}
 
     def _check_repeats(self, epoch: int, batch: int) -> None:
         """Raise OptionError unless the batches of an epoch can be drawn again."""
@@ -143,6 +148,7 @@ class GivenBatches:
         self._loaded = epoch, batch, {name: state[name] for name in OWN if name in state}
         if "told" in state:
             self._tell(check_whole("told", state["told"], 0, MAX_EPOCH))
+        self.usual = check_whole("usual", state["usual"], 1) if "usual" in state else None
 
 
 class _Drawn(NamedTuple):
@@ -155,8 +161,8 @@ class _Drawn(NamedTuple):
 class Drawing:
     """The batches of one epoch, which are drawn from the user's iterable.
 
-    Those that were drawn wait until they are taken for a window. The states are those before each batch that is not
-    used yet, and after the last one.
+    Those that were drawn wait until they are taken for a window. ``ends`` has the numbers of the batches after which
+    windows end, also those that a saved state has.
     """
 
     def __init__(
@@ -167,47 +173,59 @@ class Drawing:
         self._uses = np.zeros(len(dataset), np.int32)  # how often the epoch has drawn each sample
         self._waiting: deque[_Drawn] = deque()
         self._indices: dict[int, Indices] = {}  # of each batch that was drawn and is not used yet
-        self._states: dict[int, Any] = {}  # by the number of the next batch
+        self._sums = {start: 0}  # checksums of the batches that were drawn before each of these batches
+        self.ends: set[int] = set()
         self._error: Exception | None = None
-        self._has_ended = False
         self._num_drawn = start
-        self._may_be_over = not start and "sampler" in state  # some samplers are still at the end of the last epoch
+        ahead = _Ahead.of(state.get("ahead"))
+        self._has_ended = ahead.has_ended
         self._restart(state)
         self.is_from_iterator = self._iterator is batches
+        # some samplers are still at the end of the last epoch
+        self._may_be_over = not start and self._owner is not None
         if "sampler" not in state:
-            self._skip(start)
-            self._keep_state()
+            self._skip(start, state.get("drawn"))
             return
         if self._owner is None:
             raise StateError(
                 f"state has the position of batch_sampler, but {type(batches).__name__} has no load_state_dict: pass "
                 "a sampler of the same kind"
             )
-        self._states[start] = state["sampler"]  # some samplers return it only after their next batch
-        self._uses = _decoded(state.get("uses"), len(dataset))
+        self._uses = _decoded("uses", state.get("uses"), np.int32, len(dataset))
+        for batch in ahead.batches:
+            self._add(self._checked(batch))
+        self.ends = {start + end for end in ahead.ends}
 
     def _restart(self, state: Mapping[str, Any]) -> None:
         """Iterate over the user's batches anew, from a saved state if there is one."""
         owner: Any = _with_state(self._batches)
         if owner is not None and "sampler" in state:
             owner.load_state_dict(deepcopy(state["sampler"]))
-        self._iterator: Any = iter(self._batches)
+        self._iterator: Any = iter(()) if owner is not None and self._has_ended else iter(self._batches)
         if owner is None and _has_state(self._iterator):  # as those of torchdata
             owner = self._iterator
             if "sampler" in state:
                 owner.load_state_dict(deepcopy(state["sampler"]))
         self._owner = owner
+        # what a sampler tells now, and what its state is: some tell their state only after their next batch
+        told = None if owner is None else deepcopy(owner.state_dict())
+        self._undrawn: tuple[Any, Any] | None = told, state.get("sampler", told)
 
-    def _skip(self, num_batches: int) -> None:
-        self._num_drawn = 0
+    def _skip(self, num_batches: int, checksum: int | None) -> None:
+        """Draw the batches that were used again. Raise StateError if they are not those of a saved checksum."""
+        self._num_drawn, self._sums = 0, {0: 0}
         if not all(self.has(number) for number in range(num_batches)):
             raise StateError(
                 f"state is at batch {num_batches}, but batch_sampler has only {self._num_drawn} batches in epoch "
                 f"{self._epoch}: pass the same sampler, with the same arguments"
             )
+        if checksum not in (None, self._sums[num_batches]):
+            raise StateError(
+                f"state is at batch {num_batches} of epoch {self._epoch}, but batch_sampler now draws other batches "
+                "before it: pass the same sampler, with the same arguments, such as batch_size and seed"
+            )
         self._waiting.clear()
-        self._indices.clear()
-        self._states.clear()
+        self._forget(num_batches)
 
     def has(self, number: int) -> bool:
         """Return whether the epoch has batch ``number``. Raise the error of the user's iterable if it is due."""
@@ -234,13 +252,11 @@ class Drawing:
             return False
         self._has_ended = batch is END
         if not self._has_ended:
-            self._num_drawn += 1
-            self._keep_state()  # not at the end, where some samplers begin the next epoch
+            self._undrawn = None
+            if self._owner is self._iterator:  # some iterators do not tell their state at the end
+                state = deepcopy(self._owner.state_dict())
+                self._undrawn = state, state
         return not self._has_ended
-
-    def _keep_state(self) -> None:
-        if self._owner is not None:
-            self._states[self._num_drawn] = deepcopy(self._owner.state_dict())
 
     def _checked(self, batch: Any) -> Indices:
         what = f"batch {self._num_drawn} of batch_sampler"
@@ -270,6 +286,9 @@ class Drawing:
         self._uses[indices] = repeats + 1  # NumPy keeps the last value of a repeated index, which is the largest
         self._waiting.append(_Drawn(indices, rows + self._added + REPEAT * (repeats % MOST_REPEATS)))
         self._indices[self._num_drawn] = indices
+        numbered = np.concatenate(([len(indices)], indices)).astype(np.int64)
+        self._sums[self._num_drawn + 1] = zlib.crc32(numbered.tobytes(), self._sums[self._num_drawn])
+        self._num_drawn += 1
 
     @property
     def next_size(self) -> int | None:
@@ -291,25 +310,72 @@ class Drawing:
     def numbers(self, start: int) -> Iterator[int]:
         """Yield the numbers of the batches, from ``start`` on, while the caller uses them."""
         for number in count(start):
-            for old in [each for each in self._states if each < number]:
-                del self._states[old]
-            for old in [each for each in self._indices if each < number]:
-                del self._indices[old]
+            self._forget(number)
             if not self.has(number):
                 return
             yield number
 
-    def state(self, epoch: int, batch: int) -> dict[str, Any] | None:
-        """Return the state of the sampler and the uses of the samples after ``batch`` batches, if they are kept."""
-        if (epoch, batch) == (self._epoch + 1, 0) and self._has_ended and self._owner is self._iterator:
-            return {"sampler": self._states[self._num_drawn]}
-        if epoch != self._epoch or batch not in self._states:
-            return None
+    def _forget(self, number: int) -> None:
+        """Forget the batches before batch ``number``, which were used."""
+        for kept in (self._sums, self._indices):
+            for old in [each for each in kept if each < number]:
+                del kept[old]
+        self.ends = {end for end in self.ends if end > number}
+
+    def state(self, epoch: int, batch: int) -> dict[str, Any]:
+        """Return what is needed to resume after ``batch`` batches, or nothing if they are not those used last."""
+        is_iterator = self._owner is self._iterator
+        if (epoch, batch) == (self._epoch + 1, 0) and self._has_ended and is_iterator:
+            return {"sampler": self._state_of_sampler}
+        if epoch != self._epoch or batch not in self._sums:
+            return {}
+        if self._owner is None:
+            return {"drawn": self._sums[batch]}
+        ahead = [indices for number, indices in self._indices.items() if number >= batch]
         uses = self._uses.copy()
-        for number, indices in self._indices.items():
-            if number >= batch:
-                np.subtract.at(uses, indices, 1)
-        return {"sampler": self._states[batch], "uses": base64.b64encode(zlib.compress(uses.tobytes())).decode()}
+        for indices in ahead:
+            np.subtract.at(uses, indices, 1)
+        ends = sorted(end - batch for end in self.ends if end > batch)
+        left = _Ahead(ahead, ends, self._has_ended and not is_iterator)  # an iterator is asked for its end again
+        return {"sampler": self._state_of_sampler, "uses": _encoded(uses), "ahead": left.state}
+
+    @property
+    def _state_of_sampler(self) -> Any:
+        """The sampler as it is now. Training may have changed it, also since it has drawn the last batch."""
+        if self._undrawn is not None and self._owner is self._iterator:
+            return self._undrawn[1]
+        told = deepcopy(self._owner.state_dict())
+        if self._undrawn is not None and _is_same(told, self._undrawn[0]):
+            return self._undrawn[1]
+        return told
+
+
+class _Ahead(NamedTuple):
+    """The batches that were drawn and are not used yet.
+
+    ``ends`` has the numbers of these batches after which windows end; the last window may not be complete.
+    """
+
+    batches: list[Indices]
+    ends: list[int]
+    has_ended: bool  # whether the epoch has no batches after these
+
+    @property
+    def state(self) -> dict[str, Any]:
+        samples = np.concatenate([np.empty(0, np.int64), *self.batches])
+        sizes = [len(batch) for batch in self.batches]
+        return {"samples": _encoded(samples), "sizes": sizes, "ends": self.ends, "has_ended": self.has_ended}
+
+    @classmethod
+    def of(cls, state: Any) -> _Ahead:
+        if state is None:
+            return cls([], [], False)
+        with suppress(TypeError, KeyError, ValueError, OverflowError):
+            sizes, ends = np.array(state["sizes"], np.int64), [operator.index(end) for end in state["ends"]]
+            if sizes.ndim == 1 and (sizes > 0).all():
+                samples = _decoded("ahead", state["samples"], np.int64, int(sizes.sum()))
+                return cls(np.split(samples, np.cumsum(sizes))[:-1], ends, bool(state["has_ended"]))
+        raise StateError(f"state has ahead={state!r:.40}, which is damaged: pass the result of state_dict()")
 
 
 @dataclass(frozen=True, eq=False)
@@ -389,9 +455,10 @@ class GivenOrder:
         while drawing.has(first):
             batches = [drawing.take()]
             left = self.window_samples - len(batches[0])
-            while (batch := drawing.take_at_most(left)) is not None:
+            while first + len(batches) not in drawing.ends and (batch := drawing.take_at_most(left)) is not None:
                 batches.append(batch)
                 left -= len(batch)
+            drawing.ends.add(first + len(batches))
             keys = np.concatenate(batches)
             sizes = [len(batch) for batch in batches]
             numbers = range(first, first + len(batches))
@@ -410,13 +477,31 @@ def _with_state(batches: object) -> Any:
     return next(filter(_has_state, (batches, inner)), None)
 
 
-def _decoded(uses: object, num_samples: int) -> np.ndarray:
-    """Return how often each sample was used, from a state."""
-    if uses is None:
-        return np.zeros(num_samples, np.int32)
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two states of a sampler are equal."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_is_same(value, other[name]) for name, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and bool((one == other).all())
+    with suppress(TypeError, ValueError, RuntimeError):
+        return bool(np.array_equal(one, other))
+    return False
+
+
+def _encoded(numbers: np.ndarray) -> str:
+    """Return an array as text, for a state."""
+    return base64.b64encode(zlib.compress(numbers.tobytes())).decode()
+
+
+def _decoded(name: str, text: object, dtype: type, count: int) -> np.ndarray:
+    """Return the array that a state has as text: (count,), zeros if it has none."""
+    if text is None:
+        return np.zeros(count, dtype)
     with suppress(TypeError, ValueError, zlib.error):
-        size = 4 * num_samples
-        found = zlib.decompressobj().decompress(base64.b64decode(str(uses), validate=True), size + 1)
+        size = np.dtype(dtype).itemsize * count
+        found = zlib.decompressobj().decompress(base64.b64decode(str(text), validate=True), size + 1)
         if len(found) == size:
-            return np.frombuffer(found, np.int32).copy()
-    raise StateError(f"state has uses={uses!r:.40}, which is damaged: pass the result of state_dict()")
+            return np.frombuffer(found, dtype).copy()
+    raise StateError(f"state has {name}={text!r:.40}, which is damaged: pass the result of state_dict()")

@@ -188,9 +188,11 @@ class ChunkLoader(Resumable):
     - Each iteration of the loader iterates the sampler anew. `set_epoch` is passed on to it, or to the sampler in a
       ``BatchSampler``; call it before each epoch, as with a DataLoader.
     - The position can be saved if the sampler, its iterator (torchdata's), or the sampler in torch's ``BatchSampler``
-      has ``state_dict`` and ``load_state_dict``: the state is that after the last batch that the loader returned. Or if
-      it has ``set_epoch`` and you call the loader's: the batches of the epoch are then drawn again, and those that were
-      used are skipped. A list of batches needs neither. Otherwise, `state_dict` raises OptionError.
+      has ``state_dict`` and ``load_state_dict``: the state has the sampler as it is then, with what it has learnt from
+      training, and the batches that it has drawn ahead. With the same ``memory_bytes``, ``num_threads`` and device,
+      a resumed sampler that learns draws the batches of a run that was not stopped. Or if it has ``set_epoch`` and you call the loader's: the
+      batches of the epoch are then drawn again, and those that were used are skipped; if they are other batches,
+      iterating raises StateError. A list of batches needs neither. Otherwise, `state_dict` raises OptionError.
     - Nothing is divided among ranks: the sampler of each rank yields the batches of that rank, as with torch's
       ``DistributedSampler``, and as many as those of the other ranks.
 
@@ -424,8 +426,9 @@ class ChunkLoader(Resumable):
     def state_dict(self) -> State:
         """Return the position in the epoch as integers, for `load_state_dict` of a loader or sampler of the same file.
 
-        With your own ``batch_sampler``, the state also has that of the sampler, as it was after the last batch that was
-        returned, and how often the epoch used each sample.
+        With your own ``batch_sampler``, the state also has that of the sampler as it is now, the batches that it has
+        drawn and the loader has not returned yet, and how often the epoch used each sample. If the sampler has no
+        state, there is a checksum of the batches instead, which are drawn again.
 
         Raises
         ------
@@ -501,8 +504,10 @@ class ChunkLoader(Resumable):
         order = self.order
         if not isinstance(order, GivenOrder):
             return order
+        assert self._given is not None
         order = order.begun(start)
-        size = order.drawing.next_size
+        size = self._given.usual or order.drawing.next_size
+        self._given.usual = size
         if self._plan is not None and self._feed is None and size not in (None, order.batch_size):
             self._plan = self._budget.plan_given(order, size)
             order = self._plan.order

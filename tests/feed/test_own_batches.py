@@ -322,6 +322,26 @@ def test_resume_a_distributed_sampler(path, stateful):
     assert set(seen) == set(range(N))
 
 
+@pytest.mark.parametrize(("size", "seed"), [(32, 0), (16, 7)])
+def test_other_batches_are_not_resumed(path, size, seed):
+    """Batches before the position are drawn again, and must be those that were used."""
+
+    def made(size: int, seed: int) -> ChunkLoader:
+        return ChunkLoader(path, batch_sampler=BatchSampler(DistributedSampler(range(N), 2, 0, seed=seed), size, False))
+
+    with made(16, 0) as loader:
+        loader.set_epoch(3)
+        batches = iter(loader)
+        used = [next(batches)[1].tolist() for _ in range(3)]
+        state = json.loads(json.dumps(loader.state_dict()))
+    with made(16, 0) as loader:
+        loader.load_state_dict(state)
+        assert len(set(chain(*used, *epoch_of(loader)))) == 102
+    with made(size, seed) as loader, pytest.raises(StateError, match="at batch 3 of epoch 3, but batch_sampler now draws"):
+        loader.load_state_dict(state)
+        epoch_of(loader)
+
+
 def test_what_cannot_be_resumed(path):
     with ChunkLoader(path, batch_sampler=Plain()) as loader:
         next(iter(loader))
@@ -340,6 +360,8 @@ def test_what_cannot_be_resumed(path):
         state = loader.state_dict()
     for wrong, error in [
         (state | {"uses": "AAAA"}, "uses='AAAA', which is damaged"),
+        (state | {"ahead": state["ahead"] | {"sizes": [1]}}, "ahead=.*, which is damaged"),
+        (state | {"ahead": 3}, "ahead=3, which is damaged"),
         (state | {"num_samples": 3}, "num_samples=3"),
         (state | {"seed": 3}, "seed=3"),
     ]:
