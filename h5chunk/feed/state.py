@@ -13,7 +13,8 @@ from h5chunk.plan.order import Epoch
 VERSION = 1
 OF_SOME = ("batch_elements", "padded", "bucket_batches", "batch_sampler")  # settings that not all orders have
 PROPORTIONS = "proportions"  # those of groups, which are numbers
-OWN = ("sampler", "uses", "ahead", "drawn", "usual", "told", PROPORTIONS)  # what the user's batches add: see `h5chunk.feed.given`
+# what the user's batches add: see `h5chunk.feed.given`
+OWN = ("sampler", "uses", "ahead", "drawn", "usual", "told", PROPORTIONS)
 State = dict[str, Any]  # integers, and the values of `OWN`
 
 
