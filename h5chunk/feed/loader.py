@@ -189,12 +189,11 @@ class ChunkLoader(Resumable):
       ``BatchSampler``; call it before each epoch, as with a DataLoader.
     - The position can be saved if the sampler, its iterator (torchdata's), or the sampler in torch's ``BatchSampler``
       has ``state_dict`` and ``load_state_dict``: the state has the sampler as it is then, with what it has learnt from
-      training, and the batches that it has drawn ahead. With the same ``memory_bytes``, ``num_threads`` and device,
-      a resumed sampler that learns draws the batches of a run that was not stopped. Or if it has ``set_epoch`` and you call the loader's: the
-      batches of the epoch are then drawn again, and those that were used are skipped; if they are other batches,
-      iterating raises StateError. A list of batches needs neither. Otherwise, `state_dict` raises OptionError.
-    - Nothing is divided among ranks: the sampler of each rank yields the batches of that rank, as with torch's
-      ``DistributedSampler``, and as many as those of the other ranks.
+      training, and the batches that it has drawn ahead. With the same ``memory_bytes``, ``num_threads`` and device, a
+      resumed sampler that learns draws the batches of a run that was not stopped. Or if it has ``set_epoch`` and you
+      call the loader's: the batches of the epoch are then drawn again, and those that were used are skipped; if they
+      are other batches, iterating raises StateError. A list of batches needs neither. Otherwise, `state_dict` raises
+      OptionError.
 
     Attributes
     ----------
