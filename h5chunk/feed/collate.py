@@ -251,7 +251,8 @@ class TaggedBatch(list[int]):
     """A batch of sample indices, with the key of their subset, and the epoch and seed for random transforms.
 
     ``repeats``, (n,), distinguishes the repetitions of a sample in an epoch. It is added to the sample's number in the
-    file when random numbers are drawn: see `h5chunk.plan.draws`.
+    file when random numbers are drawn: see `h5chunk.plan.draws`. ``groups`` has the group of each sample, so that
+    only others of it replace the sample, or is None.
     """
 
     def __init__(
@@ -261,9 +262,11 @@ class TaggedBatch(list[int]):
         epoch: int = 0,
         seed: int = 0,
         repeats: np.ndarray | int = 0,
+        groups: list[Any] | None = None,
     ) -> None:
         super().__init__(numbers)
         self.numbering, self.epoch, self.seed, self.repeats = numbering, epoch, seed, repeats
+        self.groups = groups
 
     def one_by_one(self) -> Iterator[TaggedIndex]:
         """Yield the indices, each of which keeps what the batch knows of it."""

@@ -42,7 +42,7 @@ from h5chunk.feed.collate import (
 from h5chunk.feed.columns import torch_dtype
 from h5chunk.feed.filter import find_samples
 from h5chunk.feed.sample_reader import SampleReader, SampleTransforms
-from h5chunk.feed.skipping import MAX_SKIPPED, RAISE, SKIP, BadSample, Skipping, check_on_error
+from h5chunk.feed.skipping import MAX_SKIPPED, RAISE, SKIP, BadSample, OneBatch, Skipping, check_on_error
 from h5chunk.feed.stored_tables import StoredNames
 from h5chunk.paths import check_path
 from h5chunk.plan.cache import CacheSettings
@@ -150,11 +150,14 @@ class ChunkDataset(StoredNames, Dataset[Any]):
         What happens if a sample of a batch cannot be read, because its chunk is damaged or does not have its checksum,
         its image cannot be decoded, or an object cannot be fetched after all repetitions. "skip": another sample of
         the batch takes its place, with all of its fields, and the field ``sample_number`` has the number of that
-        sample. Batches keep their sizes. The choice depends only on the seed, the epoch and the sample, so that the
-        batches of a loader, a DataLoader and a resumed run are the same. The first bad sample is told by a warning,
-        and all are in `skipped`, and in the ``report`` of a `ChunkLoader`. Errors remain errors if they are not about
-        data: a file that changes, a read that hangs, an error in your transforms. So do a batch or, with a ChunkLoader,
-        a window without any good sample, and ``dataset[i]`` for a bad sample i.
+        sample. In batches by group, and those of a `Mix`, it is of the same group or member; if the batch and, with a
+        ChunkLoader, the window have no good sample of this group, FileError names it. In your own order, which does not
+        tell its groups, it is any sample of the batch. Batches keep their sizes. The choice depends only on the seed,
+        the epoch and the sample, so that the batches of a loader, a DataLoader and a resumed run are the same. The
+        first bad sample is told by a warning, and all are in `skipped`, and in the ``report`` of a `ChunkLoader`.
+        Errors remain errors if they are not about data: a file that changes, a read that hangs, an error in your
+        transforms. So do a batch or, with a ChunkLoader, a window without any good sample, and ``dataset[i]`` for a bad
+        sample i.
     max_skipped : float
         With ``on_error="skip"``: raise FileError once more than this share of the samples is bad, but not for a single
         one.
@@ -708,7 +711,8 @@ class ChunkDataset(StoredNames, Dataset[Any]):
             if self.skipping is None or len(rows) < 2 or not is_of_data(error):
                 raise
             bad = self.skipping.find(draws.samples, partial(self._errors_of, draws))
-            keys, _ = self.skipping.replaced(draws.samples, len(rows), bad, draws)
+            order = OneBatch(draws.seed, draws.epoch, getattr(indices, "groups", None))
+            keys, _ = self.skipping.replaced(draws.samples, len(rows), bad, order)
             # as if they were not in order: rows of a matrix would be read with the bad rows of their chunks
             return self._read_drawn(draws._replace(samples=keys), shared=shared, ordered=False)
 

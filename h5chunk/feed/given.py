@@ -443,6 +443,9 @@ class GivenOrder:
         """Convert keys to the indices of the samples."""
         return keys % REPEAT
 
+    def groups_of(self, _numbers: Indices) -> None:
+        """Return None, as the groups of the user's batches are not known."""
+
     def keys(self, start: int = 0) -> Iterator[Indices]:
         """Yield the keys of the samples of each batch."""
         assert self.drawing is not None

@@ -486,7 +486,8 @@ class ChunkSampler(Resumable, Sampler[list[int]]):
             self._position.running = epoch, number
             batch = order.numbers_of(keys)
             repeats = 0 if batch is keys else keys - batch
-            yield TaggedBatch(batch.tolist(), self._dataset.numbering, epoch, order.seed, repeats)
+            groups = order.groups_of(batch)
+            yield TaggedBatch(batch.tolist(), self._dataset.numbering, epoch, order.seed, repeats, groups)
         self._position.running = epoch, None
 
     def state_dict(self, batches: int | None = None) -> State:

@@ -37,6 +37,18 @@ Bad = dict[int, BaseException]  # the errors of samples by their numbers in the 
 Errors = Callable[[Sequence[np.ndarray]], Sequence[BaseException | None]]
 
 
+class OneBatch(NamedTuple):
+    """What an order tells of one of its batches. ``groups`` has the group of each sample, or is None."""
+
+    seed: int
+    epoch: int
+    groups: list[Any] | None
+
+    def groups_of(self, _numbers: np.ndarray) -> list[Any] | None:
+        """Return the groups of the samples of the batch."""
+        return self.groups
+
+
 class BadSample(NamedTuple):
     """A sample that could not be read, and was replaced by another one.
 
@@ -155,12 +167,13 @@ class Skipping:
         """Replace the bad samples of some batches, and return the new keys, and the samples that were replaced.
 
         ``keys``, (n,) int64, are the keys of the samples, batch after batch, and ``sizes`` the number of samples in
-        each batch. ``bad`` has what `find` returned. ``order`` has the seed and the epoch.
+        each batch. ``bad`` has what `find` returned. ``order`` has the seed, the epoch and the
+        groups of samples.
 
-        A replacement is a random sample of the same batch. It depends on the seed, the epoch and the bad sample. It is
-        never longer than the bad sample if there is such a one, so that memory which was planned for the batch
-        suffices. If all samples of a batch are bad, they are replaced by those of the next batch. Raises FileError if
-        all samples are bad.
+        A replacement is a random sample of the same batch, and of the same group if the order has groups. It depends on
+        the seed, the epoch and the bad sample. It is never longer than the bad sample if there is such a one, so that
+        memory which was planned for the batch suffices. If all samples of a batch are bad, or all of a group, they are
+        replaced by those of the next batch. Raises FileError if all samples are bad, or all of a group.
         """
         rows = keys % REPEAT
         is_bad = np.isin(rows, list(bad))
@@ -170,7 +183,10 @@ class Skipping:
             own = {row: bad[row] for row in np.unique(rows).tolist()}
             raise FileError(f"{self._where}: all samples that are read together are bad: {_listed(own)}")
         keys = keys.copy()
-        for places, good in _batches_with_bad(is_bad, sizes):
+        groups = order.groups_of(self._numbers(rows))
+        for places, good in _batches_with_bad(is_bad, sizes, groups):
+            if not len(good):
+                raise self._no_others(int(rows[places[0]]), bad, None if groups is None else groups[places[0]])
             chosen = self._choose(rows, places, good, Draws(order.seed, order.epoch, keys[places]))
             # keys of other repetitions, for other random numbers
             keys[places] = chosen + REPEAT * (MOST_REPEATS - 1 - _occurrences(chosen))
@@ -206,6 +222,17 @@ class Skipping:
         rows = keys % REPEAT
         found, numbers = self.log.found(), self._numbers(rows).tolist()
         return [BadSample(number, *found[row]) for number, row in zip(numbers, rows.tolist(), strict=True)]
+
+    def _no_others(self, row: int, bad: Bad, group: Any) -> FileError:
+        """Return the error of a bad sample of whose group no good sample is read with it."""
+        number = int(self._numbers(np.array([row]))[0])
+        return FileError(
+            printable(
+                f"{self._where}: sample {number} of group {group!r} cannot be read, and no other sample of this group "
+                "that is read with it can: repair the file, leave the sample out by dataset.subset, or pass a larger "
+                f"batch_size. {_listed({row: bad[row]})}"
+            )
+        )
 
     def _choose(self, rows: np.ndarray, places: np.ndarray, good: np.ndarray, draws: Draws) -> np.ndarray:
         """Return a good sample for each bad one, given the samples ``rows``, and the places of both in them."""
@@ -279,17 +306,28 @@ class Skipping:
         return rows if self.subset is None else np.searchsorted(self.subset, rows)
 
 
-def _batches_with_bad(is_bad: np.ndarray, sizes: int | Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For each batch with bad samples, yield their places, and those of good ones, in it or else in the next batch."""
+def _batches_with_bad(
+    is_bad: np.ndarray, sizes: int | Sequence[int], groups: Sequence[Any] | None
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For each batch with bad samples, and each of their groups, yield their places, and those of good ones.
+
+    Good samples are in the same batch or else in the next batch that has some of the group.
+    """
+    numbers: dict[Any, int] = {}
+    codes = np.zeros(len(is_bad), np.int64)
+    if groups is not None:
+        codes[:] = [numbers.setdefault(group, len(numbers)) for group in groups]
     ends = range(sizes, len(is_bad) + sizes, sizes) if isinstance(sizes, int) else list(accumulate(sizes))
     bounds = list(pairwise([0, *ends]))
     for number in np.unique(np.searchsorted(ends, np.flatnonzero(is_bad), "right")).tolist():
-        for start, stop in (*bounds[number:], *bounds[:number]):
-            good = start + np.flatnonzero(~is_bad[start:stop])
-            if len(good):
-                break
         first, end = bounds[number]
-        yield first + np.flatnonzero(is_bad[first:end]), good
+        places = first + np.flatnonzero(is_bad[first:end])
+        for code in np.unique(codes[places]).tolist():
+            for start, stop in (*bounds[number:], *bounds[:number]):
+                good = start + np.flatnonzero(~is_bad[start:stop] & (codes[start:stop] == code))
+                if len(good):
+                    break
+            yield places[codes[places] == code], good
 
 
 def _occurrences(rows: Iterable[int]) -> np.ndarray:

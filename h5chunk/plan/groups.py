@@ -118,6 +118,7 @@ class GroupSelection:
     in_passes: bool = False  # whether all samples of a group are drawn once before one of them is drawn again
     proportions: tuple[float, ...] | None = None  # those that were given
     samples: Indices | None = None  # (n,): indices of the samples in the file; None: 0 to n - 1
+    names: Sequence[Any] = ()  # of the groups
 
     @classmethod
     def of(
@@ -156,6 +157,7 @@ class GroupSelection:
         order = np.argsort(number[codes], kind="stable")
         starts = np.concatenate(([0], np.cumsum(sizes[drawn])))
         members, own_sizes = order[: starts[-1]], sizes[drawn]
+        drawn_names = [names[group] for group in drawn.tolist()]
         if groups_per_batch is None:
             together, total = batch_size * world_size, len(codes) if proportions is not None else len(members)
             shares, slack = own_sizes, SLACK
@@ -186,6 +188,7 @@ class GroupSelection:
                 slack=slack,
                 in_passes=length is not None,
                 proportions=None if proportions is None else tuple(proportions.tolist()),
+                names=drawn_names,
             )
         num_groups = len(drawn) if control_of is None else len(control_of)
         set_samples = _set_samples(batch_size, groups_per_batch, num_groups, has_controls=control_of is not None)
@@ -193,7 +196,7 @@ class GroupSelection:
             used = np.append(np.arange(num_groups), [] if control_of is None else np.unique(control_of)).astype(
                 np.int64
             )
-            _check_sizes([names[group] for group in drawn[used].tolist()], own_sizes[used], set_samples)
+            _check_sizes([drawn_names[group] for group in used.tolist()], own_sizes[used], set_samples)
         sets = (own_sizes[:num_groups] + (set_samples - 1 if pad else 0)) // set_samples
         num_batches = _most_batches(sets, groups_per_batch) // world_size * world_size
         if not num_batches:
@@ -202,7 +205,7 @@ class GroupSelection:
             )
         numbers = num_batches * groups_per_batch, set_samples, groups_per_batch
         shares = np.minimum(sets, num_batches)
-        return cls(chunks, members, starts, shares, *numbers, stratified=False, controls=control_of)
+        return cls(chunks, members, starts, shares, *numbers, stratified=False, controls=control_of, names=drawn_names)
 
     def __len__(self) -> int:
         return self.num_sets * self.samples_of_set
@@ -224,7 +227,7 @@ class GroupSelection:
         arrays = self.members, self.starts, self.shares, np.empty(0) if self.controls is None else self.controls
         return f"{numbers} {[zlib.crc32(array.tobytes()) for array in arrays]}".encode()
 
-    @property
+    @cached_property
     def codes(self) -> Indices:
         """The number of the group of each sample, (n,) int64, with -1 for samples that are left out."""
         codes = np.full(len(self.chunks), -1)
@@ -429,6 +432,9 @@ class GroupOrder(Order):
 
     def numbers_of(self, keys: Indices) -> Indices:
         return np.asarray(keys % REPEAT)
+
+    def groups_of(self, numbers: Indices) -> list[Any]:
+        return [self._sets.names[code] for code in self._sets.codes[numbers].tolist()]
 
     @cached_property
     def open_chunks(self) -> int:

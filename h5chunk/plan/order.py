@@ -152,6 +152,9 @@ class Epoch(Protocol):
     def numbers_of(self, keys: Indices) -> Indices:
         """Convert the keys of samples to the indices of the samples."""
 
+    def groups_of(self, numbers: Indices) -> list[Any] | None:
+        """Return the groups of samples of the data set: one may replace another of its group. None: any other."""
+
     def keys(self, start: int = 0) -> Iterator[Indices]:
         """Yield the keys of the samples of each batch, from batch ``start`` on: (n,) int64."""
 
@@ -344,6 +347,10 @@ class Order:
     def numbers_of(self, keys: Indices) -> Indices:
         """Convert keys, which `keys` yields, to the indices of the samples."""
         return keys % REPEAT if isinstance(self.selection, WeightedSelection) else keys
+
+    def groups_of(self, numbers: Indices) -> list[Any] | None:
+        """Return the groups of samples of the data set, given their positions in it, or None if there are none."""
+        return None
 
     def keys(self, start: int = 0) -> Iterator[Indices]:
         """Yield the keys of the samples of each batch, from batch ``start`` on: (n,) int64."""

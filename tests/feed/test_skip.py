@@ -146,6 +146,47 @@ def test_the_last_batch_and_small_batches(path):
         dataset[[16, 17]]
 
 
+@pytest.mark.filterwarnings("ignore:num_workers is 2")
+@pytest.mark.parametrize("options", [{}, {"resident": True}, {"workers": 0}, {"workers": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["controls", "sets", "stratified"])
+def test_replacements_are_of_the_same_group(path, kind, options):
+    dataset = opened(path).subset(range(5, N))
+    first = dataset.samples[0]
+    groups = np.where(np.arange(first, N) < 100, "drug", "DMSO") if kind == "controls" else np.arange(first, N) // 50
+    how = {"controls": {"controls": "DMSO"}, "sets": {"groups_per_batch": 2}, "stratified": {}}[kind]
+    sampler = ChunkSampler(dataset, 20, groups=groups, num_workers=0, **how)
+    planned = [groups[batch].tolist() for batch in sampler.order.batches()]
+    if "workers" in options:
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=options["workers"])
+    else:
+        loader = ChunkLoader(dataset, batch_sampler=sampler, **options)
+    found = [(numbers + first).numpy() for _, _, numbers in loader]
+    assert not BAD & {*np.concatenate(found).tolist()} and len(dataset.skipped) > 5
+    assert [groups[numbers - first].tolist() for numbers in found] == planned
+
+
+def test_replacements_are_of_the_same_member(path, tmp_path):
+    good = make_file(tmp_path / "b.h5", images=(IMAGES, {}), labels=(np.arange(N), {}))
+    parts = {name: ChunkDataset(each, fields=["images", "labels"]) for name, each in {"a": path, "b": good}.items()}
+    mix = Mix(parts, weights={"a": 1, "b": 3}, on_error="skip", max_skipped=0.1, fields=["images", "labels", "member"])
+    with ChunkLoader(mix, BATCH, drop_last=True) as loader:
+        members = [np.bincount(member).tolist() for _, _, member in loader]
+        assert members == [[4, 12]] * len(members) and loader.report.skipped
+
+
+def test_a_group_without_good_samples(path):
+    groups = np.where(np.isin(np.arange(N), [*BAD]), "rare", "usual")
+    for make in (
+        lambda *of: DataLoader(of[0], batch_sampler=of[1]),
+        lambda *of: ChunkLoader(of[0], batch_sampler=of[1]),
+    ):
+        dataset = opened(path)
+        with pytest.raises(
+            FileError, match=r"sample 1\d+ of group 'rare' cannot be read, .*repair the file, .*is damaged"
+        ):
+            list(make(dataset, ChunkSampler(dataset, BATCH, groups=groups, num_workers=0)))
+
+
 def test_resuming(path):
     expected = loaded(opened(path))
     for taken in (1, 5, 11):
