@@ -263,7 +263,7 @@ class _Ahead:
     def __init__(self, source: DataSource, columns: Columns) -> None:
         memory = {name: as_array(column) for name, column in zip(source.kinds, columns, strict=True)}
         self._source = replace(source, memory=memory, fields={}, numbered={}, skipping=None)
-        self._sample_bytes = sum(kind.sample_bytes for kind in source.kinds.values())
+        self._sample_bytes = max(1, sum(kind.sample_bytes for kind in source.kinds.values()))
         self._stream: WindowStream | None = None
         self._numbers = count()
 

@@ -87,6 +87,13 @@ def test_the_order_of_the_file(tmp_path, num_samples, chunk_samples, batch_size,
             assert loader.report.batches == len(expected)
 
 
+@pytest.mark.parametrize("echo", [1, 1.5])
+def test_samples_without_values(tmp_path, echo):
+    made = make_file(tmp_path / "a.h5", images=(np.zeros((20, 3, 0), np.float32), {}))
+    with load_whole(ChunkDataset(made, fields=["images"]), 8, echo=echo) as loader:
+        assert [len(images) for (images,) in loader][:3] == [8, 8, 4]
+
+
 def test_orders_do_not_pile_up(path):
     with load_whole(path) as loader:
         for epoch in range(20, 0, -2):
