@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from h5chunk.attributes import cached_property
-from h5chunk.errors import FieldError, OptionError, count_text, names_text
+from h5chunk.errors import FieldError, H5ChunkError, OptionError, count_text, names_text
 from h5chunk.plan.condition import Column, Condition
+from h5chunk.store.hdf5.child import in_child
+from h5chunk.store.read.fields import NAME_FIELDS, columns_of
 
 if TYPE_CHECKING:
     from h5chunk.feed.dataset import ChunkDataset
@@ -97,8 +100,11 @@ class _Columns:
         except (FieldError, OptionError) as error:
             if self._condition is None:
                 raise
-            remedy = f"the fields with one value per sample are {names_text((*self.names, *self.dataset.own_columns))}"
-            raise type(error)(self._condition.error(name, f"{error}; {remedy}")) from None
+            problem = str(error).removesuffix(f": {NAME_FIELDS}")
+            problem += (
+                f"; the fields with one value per sample are {names_text(self._usable)}{self._condition.hint(name)}"
+            )
+            raise type(error)(self._condition.error(name, problem)) from None
         if values.dtype.kind in "biuf" and len(values):
             bounds = np.fmin.reduce(values), np.fmax.reduce(values)
             low, high = self.ranges.get(name, bounds)
@@ -107,6 +113,20 @@ class _Columns:
             self.examples.setdefault(name, str(values[0]))
         is_coded = categories is not None and values.dtype.kind == "i"
         return Column(values, values < 0 if is_coded else False, categories)
+
+    @property
+    def _usable(self) -> list[str]:
+        """The names that a condition may have: of fields, of other datasets of the first file, and `own_columns`."""
+        found, own = self.names, dict(self.dataset.own_columns)
+        for name in [*own]:
+            try:
+                own[name](np.empty(0, np.int64))
+            except FieldError:  # the files have no names of samples
+                del own[name]
+        with suppress(H5ChunkError):
+            first = self.dataset.new_reader().readers[0]
+            found = found + in_child(first.path, columns_of, first.path, first.trusted, first.num_samples)
+        return list(dict.fromkeys((*found, *own)))
 
     def _open(self, name: str) -> tuple[Callable[[np.ndarray], np.ndarray], Any]:
         if name in self.dataset.own_columns and name not in self.dataset.fields:

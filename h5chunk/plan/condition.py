@@ -98,6 +98,7 @@ class Condition:
         except (ValueError, RecursionError, MemoryError):
             raise self._error(0, "this is not valid", LANGUAGE) from None
         self.names: dict[str, int] = {}  # the fields, and where each is mentioned first
+        self._beside_names: set[str] = set()  # names that are compared with another name
         self._check(tree, 0)
         if not self.names:
             raise self._error(0, "this names no field", "compare a field, as in 'label == 1'")
@@ -111,6 +112,10 @@ class Condition:
     def error(self, name: str, problem: str) -> str:
         """Return a message about a field that the condition names."""
         return self._message(self.names[name], problem)
+
+    def hint(self, name: str) -> str:
+        """Return the remedy if a name that is no field may be a value, and otherwise nothing."""
+        return f"; if {name} is a value, put it in quotes: {name!r}" if name in self._beside_names else ""
 
     def _check(self, node: ast.AST, depth: int) -> None:
         """Raise OptionError for everything that is not part of the language."""
@@ -132,6 +137,8 @@ class Condition:
                 parts = [node.left, node.right]
             case ast.Compare():
                 parts = [node.left]
+                names = [each for each in (node.left, *node.comparators) if isinstance(each, ast.Name)]
+                self._beside_names |= {self._name(each) for each in names if len(names) > 1}
                 for operation, right in zip(node.ops, node.comparators, strict=True):
                     if isinstance(operation, (ast.In, ast.NotIn)):
                         self._list(right)
@@ -163,6 +170,7 @@ class Condition:
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) as number):
                 return -self._constant(number)
         remedy = "not x == x is True where x is missing" if isinstance(node, ast.Constant) else "write the value itself"
+        remedy += ", and strings in quotes" if isinstance(node, ast.Name) else ""
         raise self._error(self._at(node), "this is not a number or a string", remedy)
 
     def _truth(self, node: ast.AST, read: Callable[[str], Column]) -> Any:

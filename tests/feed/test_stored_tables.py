@@ -107,6 +107,11 @@ def test_a_table_is_read_once_and_cannot_be_changed(photos):
         dataset.source_names[0] = "other"
 
 
+def test_rows_of_a_matrix_have_no_names(cells):
+    with pytest.raises(FieldError, match=r"has no source_names: its source had none .*; rows of a matrix have row_ids"):
+        ChunkDataset(cells[0], fields=["X"]).where("source_name == 'a'")
+
+
 @pytest.mark.parametrize("name", ["row_ids", "column_ids"])
 def test_what_a_file_does_not_have(photos, name):
     with pytest.raises(FieldError, match=f"has no {name}: its source had none"):
@@ -118,7 +123,7 @@ def test_what_a_file_does_not_have(photos, name):
 def test_other_hdf5_files_have_no_tables(tmp_path):
     dataset = ChunkDataset(make_images(tmp_path / "a.h5", 20, 4))
     assert dataset.classes == ()
-    with pytest.raises(FieldError, match="only files that h5chunk converted, AnnData files and 10x files have names"):
+    with pytest.raises(FieldError, match="only files that h5chunk converted have names of samples"):
         dataset.source_names  # noqa: B018
 
 

@@ -79,8 +79,10 @@ def test_a_condition_is_true_for_the_samples_that_numpy_finds(path, condition, e
         ("label == 1) or (label == 2", r"character 11 \('\) or .*unmatched"),
         (
             "labl == 1 or label == 2",
-            r"character 1 \('labl == 1 .*no dataset 'labl'.*fields with one value",
+            r"'labl == 1 .*no dataset 'labl'.* sample are label, big, is_good, quality, site, obs/x, sample_number$",
         ),
+        ("site == site1", "character 9 .*no dataset 'site1'.*; if site1 is a value, put it in quotes: 'site1'$"),
+        ("site in [site1]", "not a number or a string: write the value itself, and strings in quotes"),
         ("label == 1 and images > 3", r"character 16 .*'images' has samples of shape \(20,\)"),
         ("open('a') == 1", "character 1 .*not supported: use names of fields"),
         ("label.real == 1", "not supported"),

@@ -21,10 +21,11 @@ from h5chunk.plan.cache import ChunkGrid
 from h5chunk.plan.csr import plan_csr
 from h5chunk.store.format.header import CSR, DENSE, Header, check_values
 from h5chunk.store.format.spec import GROUP, IMAGE_TABLES
+from h5chunk.store.hdf5.child import limited_memory
 from h5chunk.store.hdf5.chunk_table import check_chunks, is_text, is_vlen
 from h5chunk.store.hdf5.encodings import read_encoding
 from h5chunk.store.hdf5.guard import Guard, small_attribute
-from h5chunk.store.hdf5.open import errors_as
+from h5chunk.store.hdf5.open import errors_as, opened
 from h5chunk.store.hdf5.strings import read_words
 from h5chunk.store.hdf5.types import Element, element_of, find_column, members_of
 from h5chunk.store.read.ragged import REMEDY, FlatSamples, RaggedField, describe_images
@@ -36,6 +37,7 @@ TENX_PARTS = (b"barcodes", b"indptr", b"indices", b"data", b"shape")
 WINDOW = "NT"  # beginning of the axes of a field of windows: samples, then time steps
 MATRIX_REMEDY = "convert their sources together, or with the same --scale, --values or --binarize"
 SAMPLE_NUMBER = "sample_number"  # the field that numbers samples
+NAME_FIELDS = "name the fields to read with fields=[...] (--fields)"
 KIND_ATTRIBUTES = ("encoding-type", "h5sparse_format")
 
 Fields = Mapping[str, str] | Sequence[str]
@@ -264,8 +266,18 @@ def _missing(file: h5py.File, path: Path, missing: str) -> FieldError:
     last = missing.rsplit("/", 1)[-1]
     datasets.sort(key=lambda name: (last not in name.split("/"), name))  # datasets with this name come first
     listed = ", ".join(datasets[:8]) + (", ..." if len(datasets) > 8 else "") if datasets else "no datasets at all"
-    remedy = "name the fields to read with fields=[...] (--fields)"
-    return FieldError(f"{printable(path)} has no dataset {missing!r}; it has {listed}: {remedy}")
+    return FieldError(f"{printable(path)} has no dataset {missing!r}; it has {listed}: {NAME_FIELDS}")
+
+
+def columns_of(path: Path, trusted: bool, num_rows: int) -> list[str]:
+    """Return the names of the datasets, and of the categorical columns, that have one value for each of the rows."""
+    found = []
+    with limited_memory(path, trusted), opened(path) as file:
+        for name, item in Guard(path, trusted).walk(file):
+            if isinstance(item, h5py.Dataset) and not name.startswith(f"{GROUP}/"):
+                is_view = item.id.get_create_plist().get_layout() == h5py.h5d.VIRTUAL  # it would open other files
+                found += [name.removesuffix("/codes")] if not is_view and item.shape == (num_rows,) else []
+    return found
 
 
 def describe_field(contents: Contents, name: str, dataset: str | StoredAs) -> Field | RaggedField:

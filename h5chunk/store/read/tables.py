@@ -45,9 +45,13 @@ def read_table(reader: Source, name: str) -> np.ndarray:
     """
     values = find_table(reader, name)
     if values is None:
-        reason = "its source had none (ratings, AnnData and 10x files have them)"
+        kinds = "ratings, AnnData and 10x files have them"
+        if has_names := name.startswith("source_name"):
+            kinds = "images and other single samples have names; rows of a matrix have row_ids"
+        reason = f"its source had none ({kinds})"
         if reader.header is None:
-            reason = "only files that h5chunk converted, AnnData files and 10x files have names and ids"
+            reason = "only files that h5chunk converted" + ("" if has_names else ", AnnData files and 10x files")
+            reason += " have names of samples" if has_names else " have ids"
         raise FieldError(f"{printable(reader.path)} has no {name}: {reason}")
     return values
 
