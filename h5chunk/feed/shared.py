@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import weakref
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from h5chunk.errors import WorkerError, human_bytes
 
 FREE, IN_USE, LOST = range(3)  # uses of a shared buffer by its receiver
 FLAG_BYTES = 64  # bytes at the end of a shared buffer; tensors start at multiples of this
@@ -189,9 +192,21 @@ def _views(owned: np.ndarray, shapes: Shapes, dtypes: Sequence[torch.dtype]) -> 
 
 
 def shared_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a tensor in memory shared between processes, so that a worker need not copy it to the main process."""
+    """Allocate a tensor in memory shared between processes, so that a worker need not copy it to the main process.
+
+    Raises WorkerError if the shared memory is full, as it soon is in containers, which have 64 MiB by default.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)
-    storage = torch.UntypedStorage._new_shared(num_bytes)
+    try:
+        storage = torch.UntypedStorage._new_shared(num_bytes)
+    except RuntimeError as error:
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        raise WorkerError(
+            f"/dev/shm has no room for a batch of {human_bytes(num_bytes)}, which a worker shares with the main "
+            "process: make it larger (docker run --shm-size=8g), or use fewer workers, a smaller prefetch_factor or "
+            "batch_size, or a ChunkLoader, which reads in threads"
+        ) from error
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]

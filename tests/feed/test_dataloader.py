@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Subset, default_collate, get_worker_inf
 
 import h5chunk
 import h5chunk.transforms
-from h5chunk.errors import FileError
+from h5chunk.errors import FileError, WorkerError
 from h5chunk.feed.dataset import ChunkDataset
 from h5chunk.feed.sampler import ChunkSampler
 
@@ -348,6 +348,16 @@ def test_the_recommendation_is_shared_without_a_sampler(tmp_path, class_folder, 
     whole = dataset.header.cache.nbytes
     loader = DataLoader(dataset, batch_size=20, num_workers=2, multiprocessing_context="fork", collate_fn=list)
     assert dict(told for batch in loader for told in batch) == {0: -(-whole // 2), 1: -(-whole // 2)}
+
+
+def test_full_shared_memory(path, monkeypatch):
+    def full(_: int) -> torch.UntypedStorage:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </a>: No space left on device (28)")
+
+    loader = make_loader(path, 1, "fork")
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", full)
+    with pytest.raises(WorkerError, match=r"/dev/shm has no room for a batch of .*--shm-size=8g.*ChunkLoader"):
+        next(iter(loader))
 
 
 def test_errors_of_workers_keep_their_type(path, tmp_path):
