@@ -577,7 +577,8 @@ def _check_none_left(others: Mapping[str, Any]) -> None:
             raise OptionError(f"ChunkLoader has no {name}: {OF_DATA_LOADER[name]}")
         if name in OF_SAMPLER:
             raise OptionError(
-                f"ChunkLoader has no {name}: pass batch_sampler=ChunkSampler(data, batch_size, {name}=...), which has"
+                f"ChunkLoader has no {name}: pass it to a ChunkSampler, as in "
+                f"ChunkLoader(dataset, batch_sampler=ChunkSampler(dataset, 256, {name}=...))"
             )
         raise TypeError(f"ChunkLoader.__init__() got an unexpected keyword argument {name!r}")
 

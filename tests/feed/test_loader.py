@@ -728,7 +728,7 @@ def test_functions_as_transforms(path, resident):
         ({"transforms": {"labels": [CHANNELS_LAST]}}, "channels_last"),
         (
             {"groups": "labels"},
-            r"ChunkLoader has no groups: pass batch_sampler=ChunkSampler\(data, batch_size, groups=",
+            r"ChunkLoader has no groups: pass it .*batch_sampler=ChunkSampler\(dataset, 256, groups=",
         ),
         ({"num_threads": -1}, "num_threads"),
         ({"num_threads": 0}, "num_threads"),
