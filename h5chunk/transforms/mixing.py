@@ -539,10 +539,11 @@ def blend_labels(blend: Blend, labels: torch.Tensor, num_classes: int) -> torch.
 
 def _one_hot(labels: torch.Tensor, num_classes: int) -> torch.Tensor:
     """Return (n, num_classes) float32 with a 1 for each label. Raise OptionError for a label that is no class."""
+    labels = labels.long()  # narrow integers wrap ``num_classes`` around, and torch compares no uint16
     wrong = (labels < 0) | (labels >= num_classes)
     if wrong.any():
         raise OptionError(_wrong_label(int(labels[wrong][0]), num_classes))
-    return torch.zeros(len(labels), num_classes, device=labels.device).scatter_(1, labels.long()[:, None], 1)
+    return torch.zeros(len(labels), num_classes, device=labels.device).scatter_(1, labels[:, None], 1)
 
 
 def _wrong_label(label: int, num_classes: int) -> str:

@@ -281,6 +281,17 @@ def test_functions_come_before(dataset):
         assert torch.allclose(images, others + 1, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num_classes"), [("u1", 256), ("u1", 1000), ("i1", 128), ("u2", 70000), ("u4", 10), ("u8", 10)]
+)
+def test_integers_of_labels(tmp_path, dtype, num_classes):
+    """The number of classes need not fit in them."""
+    own = np.array([0, 3, 3, 9], dtype)
+    made = make_file(tmp_path / "a.h5", images=(values((4, 3, 2, 2), np.uint8), {}), labels=(own, {}))
+    with ChunkLoader(made, 1, shuffle=False, transforms=[CutMix(num_classes=num_classes)]) as loader:
+        assert [labels.argmax().item() for _, labels in loader] == own.tolist()
+
+
 def test_labels_with_a_number_per_class(path):
     dataset = ChunkDataset(path, fields=["scores", "images", "sample_number"])
     transforms = {"images": [NORMALIZE, MixUp(labels="scores")]}
