@@ -19,7 +19,7 @@ OPTIONS = {
     name: {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
     for name, command in COMMANDS.items()
 }
-OTHERS = {"torchrun", "pip", "h5repack"}  # programs other than h5chunk, whose options messages may name
+OTHERS = {"torchrun", "pip", "h5repack", "docker"}  # programs other than h5chunk, whose options messages may name
 BOUNDED = {"known", "kinds", "choices"}  # variables that hold a few names that h5chunk defines
 
 
