@@ -418,7 +418,7 @@ def _set(numbers: torch.Tensor, values: np.ndarray) -> None:
 
 
 class Uses(NamedTuple):
-    """How often and in which order an epoch uses samples. The sizes of the largest windows follow from it.
+    """The counts and the order in which an epoch uses samples, from which the sizes of its largest windows follow.
 
     ``counts``, (num_samples,) int64, is the maximum number of times that an epoch uses each sample. None means once,
     or, unless ``by_chunk``, any number of times. ``by_chunk`` means chunk by chunk, in ``lanes`` lanes per rank, and

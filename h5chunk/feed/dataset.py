@@ -336,7 +336,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def on_error(self) -> str:
-        """What happens if a sample of a batch cannot be read: ``"raise"`` or ``"skip"``."""
+        """The treatment of samples that cannot be read: ``"raise"`` or ``"skip"``."""
         return RAISE if self._skip_log is None else SKIP
 
     @property
@@ -349,7 +349,7 @@ class ChunkDataset(StoredNames, Dataset[Any]):
 
     @property
     def skipping(self) -> Skipping | None:
-        """How bad samples are replaced; None if they raise an error."""
+        """The replacement of samples that cannot be read; None if they raise an error."""
         if self._skip_log is None:
             return None
         return Skipping(self._skip_log, self._max_skipped, self._reader, self._samples, self._source_names)

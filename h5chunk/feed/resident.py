@@ -112,7 +112,7 @@ class Resident:
     def _one_by_one(self, order: Epoch, maker: BatchMaker, report: EpochReport, start: int) -> Iterator[Any]:
         for planned in order.keys(start):
             keys = self._without_bad(planned, max(1, len(planned)), order, report)
-            samples = self._positions(keys % REPEAT if self._bad else order.numbers_of(keys))
+            samples = self._positions(keys, order)
             taken = maker.take(self._columns, to_device(samples, self._device), self._memory)
             try:
                 made = maker.make(taken, Draws(order.seed, order.epoch, keys), max(1, len(keys)))
@@ -137,7 +137,7 @@ class Resident:
         assert self._skipping is not None
 
         def make(own: np.ndarray) -> Tensors:
-            samples = to_device(self._positions(own % REPEAT), self._device)
+            samples = to_device(self._positions(own, order), self._device)
             taken = maker.take(self._columns, samples, self._memory)
             return maker.make(taken, Draws(order.seed, order.epoch, own, use), len(own))[0]
 
@@ -156,7 +156,7 @@ class Resident:
         if self._ahead is not None and maker.passes_columns:
             together = self._ahead.num_together(order.batch_size)
         for number in count():
-            samples = self._positions(keys % REPEAT if self._bad else order.numbers_of(keys))
+            samples = self._positions(keys, order)
             draws = Draws(order.seed, order.epoch, keys, number, kept={}, whole=keys)
             first, size = 0, together * order.batch_size
             for gathered in self._gathered(samples, size, maker, order.batch_size):
@@ -180,8 +180,10 @@ class Resident:
             shuffled = echo_pass(len(keys), order.seed, order.epoch, 0, number)
             keys, planned = keys[shuffled], planned[shuffled]
 
-    def _positions(self, samples: np.ndarray) -> np.ndarray:
-        """Convert sample numbers in the file to positions in the data that is kept."""
+    def _positions(self, keys: np.ndarray, order: Epoch) -> np.ndarray:
+        """Convert the keys of samples to positions in the data that is kept."""
+        # samples that replace bad ones are repetitions, whatever the order
+        samples = order.numbers_of(keys) if self._skipping is None else keys % REPEAT
         return samples if self._subset is None else np.searchsorted(self._subset, samples)
 
     def _gathered(self, samples: np.ndarray, size: int, maker: BatchMaker, batch_size: int) -> Iterator[Columns]:

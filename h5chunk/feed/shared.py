@@ -26,7 +26,7 @@ Assemble = Callable[[Tensors], Tensors]
 
 
 class Form(NamedTuple):
-    """How a batch is made from a shared buffer: the dtypes of its tensors, and a function that makes the fields."""
+    """The dtypes of the tensors in a shared buffer, and the function that makes the fields of a batch from them."""
 
     dtypes: tuple[torch.dtype, ...]
     assemble: Assemble | None  # None if the tensors are the fields

@@ -38,7 +38,7 @@ Errors = Callable[[Sequence[np.ndarray]], Sequence[BaseException | None]]
 
 
 class OneBatch(NamedTuple):
-    """What an order tells of one of its batches. ``groups`` has the group of each sample, or is None."""
+    """The seed and the epoch of a batch, and the group of each of its samples; None if it has no groups."""
 
     seed: int
     epoch: int
@@ -112,7 +112,7 @@ def _remove(path: Path, process: int) -> None:
 
 @dataclass(frozen=True)
 class Skipping:
-    """How bad samples of a data set are replaced.
+    """Finds samples of a data set that cannot be read, and replaces them by good ones.
 
     ``log`` has those that were found, also in other subsets of the files. More than ``max_skipped`` of the samples, a
     share from 0 to 1, are an error. ``subset`` has the numbers of the data set's samples in the ``source``, or is None

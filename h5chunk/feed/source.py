@@ -1,4 +1,4 @@
-"""What a loader reads: the fields of a data set, how they are read, and the device to which they go."""
+"""The source of a loader: the fields of a data set, their readers, and the device to which they go."""
 
 from __future__ import annotations
 

@@ -497,9 +497,7 @@ class GroupOrder(Order):
                     continue
                 done = sum(batch < start for batch in batches)
                 keys = self._keys_in_file(keys[done * self.batch_size :]) + added
-                samples = self.numbers_of(keys)
-                destinations = np.argsort(samples, kind="stable")
-                yield Window(samples, samples[destinations], destinations, batches[done:], keys)
+                yield Window.of(keys, batches[done:])
 
     def _keys_in_file(self, keys: Indices) -> Indices:
         if self._sets.samples is None:

@@ -229,7 +229,7 @@ def scatter(out: torch.Tensor, entries: Entries, share: Share = alone) -> None:
 
 
 class Filled:
-    """What is not zero in the last dense batch. If the next one gets its memory, only this is cleared.
+    """The entries of the last dense batch. If the next batch gets its memory, only these are cleared.
 
     The memory is another one unless batches are lent. The last batch must still exist, and torch's count of its changes
     must be as before. Changes through NumPy, DLPack or ``.data`` are not counted: native code looks at a part of each

@@ -459,6 +459,18 @@ def change_colours(red, green, blue, step, own, mean, channels: tl.constexpr):  
     return red, green, blue
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def load_colours(place, channel_stride, inside, channels: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
+    """Return the three colours of pixels, which are equal for one channel."""
+    red = tl.load(place, mask=inside, other=0).to(tl.int32)
+    green = red
+    blue = red
+    if channels == 3:
+        green = tl.load(place + channel_stride, mask=inside, other=0).to(tl.int32)
+        blue = tl.load(place + 2 * channel_stride, mask=inside, other=0).to(tl.int32)
+    return red, green, blue
+
+
 @triton.jit(do_not_specialize_on_alignment=["images", "table"])  # type: ignore[untyped-decorator,unused-ignore]
 def jitter_colours(  # type: ignore[no-untyped-def,unused-ignore]
     images,
@@ -484,12 +496,7 @@ def jitter_colours(  # type: ignore[no-untyped-def,unused-ignore]
             pixel = first + tl.arange(0, block)
             inside = pixel < num_pixels
             place = image + pixel * pixel_stride
-            red = tl.load(place, mask=inside, other=0).to(tl.int32)
-            green = red
-            blue = red
-            if channels == 3:
-                green = tl.load(place + channel_stride, mask=inside, other=0).to(tl.int32)
-                blue = tl.load(place + 2 * channel_stride, mask=inside, other=0).to(tl.int32)
+            red, green, blue = load_colours(place, channel_stride, inside, channels)
             is_before = True
             for number in tl.static_range(3):
                 step = (order >> (3 * number)) & 7
@@ -501,12 +508,7 @@ def jitter_colours(  # type: ignore[no-untyped-def,unused-ignore]
         pixel = first + tl.arange(0, block)
         inside = pixel < num_pixels
         place = image + pixel * pixel_stride
-        red = tl.load(place, mask=inside, other=0).to(tl.int32)
-        green = red
-        blue = red
-        if channels == 3:
-            green = tl.load(place + channel_stride, mask=inside, other=0).to(tl.int32)
-            blue = tl.load(place + 2 * channel_stride, mask=inside, other=0).to(tl.int32)
+        red, green, blue = load_colours(place, channel_stride, inside, channels)
         for number in tl.static_range(4):
             red, green, blue = change_colours(red, green, blue, (order >> (3 * number)) & 7, own, mean, channels)
         tl.store(place, red.to(tl.uint8), mask=inside)
