@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 import torch
+from support.interpreted import INTERPRETED, passes_interpreted
 
 import h5chunk
 from h5chunk.plan.draws import Draws
@@ -42,17 +40,9 @@ LISTS = {
 }
 
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
 @pytest.mark.skipif(INTERPRETED, reason="these tests, once more")
 def test_interpreted_kernel_equals_cpu() -> None:
-    """Triton must be imported with its interpreter, hence the process."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0 and f"{len(LISTS)} passed" in run.stdout, run.stdout
+    passes_interpreted(__file__, len(LISTS))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -13,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from support.foreign import make_file, values
+from support.interpreted import INTERPRETED, passes_interpreted
 
 import h5chunk
 from h5chunk.errors import OptionError
@@ -52,20 +50,13 @@ BATCHES = {  # without bfloat16, which the interpreter does not round
     "rows": torch.rand(5, 1500),
 }
 AXES = {"interleaved": 2, "windows": 1}
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="these tests, once more")
 def test_interpreted_kernels_equal_cpu() -> None:
-    """Triton must be imported with its interpreter, hence the process."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    count = len(JITTERS) * len(SHAPES) + len(MIXINGS) * len(BATCHES) + 1
-    assert run.returncode == 0 and f"{count} passed" in run.stdout, run.stdout
+    passes_interpreted(__file__, len(JITTERS) * len(SHAPES) + len(MIXINGS) * len(BATCHES) + 1)
 
 
 @pytest.fixture

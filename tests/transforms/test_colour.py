@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 import torch
 from support.foreign import make_file, values
-from support.loaders import loader_by
+from support.loaders import by_sample, loader_by
 from torch.utils.data import DataLoader
 
 from h5chunk import ChunkDataset, ChunkLoader, ChunkSampler
@@ -197,16 +196,6 @@ def path(tmp_path):
 @pytest.fixture
 def dataset(path):
     return ChunkDataset(path, fields=FIELDS)
-
-
-def by_sample(*feeds: Any) -> dict[int, list[bytes]]:
-    """The images of each sample, in the epochs of these loaders."""
-    found: dict[int, list[bytes]] = {}
-    for feed in feeds:
-        for images, numbers in feed:
-            for image, number in zip(images, numbers.tolist(), strict=True):
-                found.setdefault(number, []).append(image.numpy().tobytes())
-    return dict(sorted(found.items()))
 
 
 @pytest.mark.parametrize("name", LISTS)
